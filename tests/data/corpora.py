@@ -1,4 +1,4 @@
-"""Small prepared folders, made with a codec that needs no weights."""
+"""Small prepared folders, made with a codec without weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def said(
     span: Span | None = None,
     **extras: Any,
 ) -> Utterance:
-    """An utterance and its recording: noise that follows from `sound`, which is the id unless said otherwise."""
+    """Write a recording of noise that depends on `sound` (by default the id), and return its utterance."""
     path = folder / "recordings" / f"{recording or id}.wav"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def said(
 
 
 def prepared(folder: Path, utterances: Sequence[Utterance]) -> PreparedDataset:
-    """What `myna prepare` leaves, opened."""
+    """Prepare utterances as `myna prepare` does, and open the folder."""
     codec = FakeCodec()
     write_manifest(folder / "manifest.jsonl", utterances)
     encode_dataset(utterances, codec, folder)

@@ -44,7 +44,7 @@ from myna.data.manifest import TASKS, read_manifest
 MAX_SECONDS = 10.0
 MAX_BYTES = 2 * 10**9
 GUARD_BYTES = 8 * 10**9
-"""Address space of a worker: what would take the machine down fails in the worker instead."""
+"""Address space of a worker: memory use that would take the machine down fails in the worker instead."""
 START_TIMEOUT_SECONDS = 120.0
 CASES_PER_SEARCH = 125
 RATE = 16_000
@@ -78,7 +78,7 @@ class Case:
 
 
 def import_case(case: Case, folder: Path) -> dict[str, Any]:
-    """Import a case and read what passed; its counts."""
+    """Import a case, read everything that passed, and return counts."""
     out = folder / "out"
     try:
         result = import_source(str(case.write(folder / "in")), media=out / "media", format=case.format)
@@ -120,7 +120,7 @@ def work(connection: Connection, log: str) -> None:
 
 
 def _peak_bytes() -> int:
-    """Since the program began; getrusage may report the parent's peak."""
+    """Peak bytes since the program began; getrusage may report the parent's peak."""
     status = Path("/proc/self/status")
     if status.exists():
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
@@ -145,7 +145,7 @@ class FuzzReport:
 
 
 class FuzzWorker:
-    """A process that imports cases, replaced when a case takes it down."""
+    """Process that imports cases, replaced when a case takes it down."""
 
     def __init__(self) -> None:
         self.report = FuzzReport()
@@ -167,7 +167,7 @@ class FuzzWorker:
         self._log.close()
 
     def check(self, case: Case, kind: str = "") -> str:
-        """Import a case; the fault it shows, or an empty string."""
+        """Import a case; return its fault, or an empty string."""
         self._connection.send(case)
         self.report.cases += 1
         self.report.kinds[kind] = self.report.kinds.get(kind, 0) + 1
@@ -319,7 +319,7 @@ junk = st.recursive(
 
 
 def nodes(tree: Any) -> list[tuple[Any, Any]]:
-    """Every container of a JSON tree with every key or index into it."""
+    """Yield every container of a JSON tree with every key or index into it."""
     keys = list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else []
     return [node for key in keys for node in ((tree, key), *nodes(tree[key]))]
 

@@ -29,7 +29,7 @@ SHARD_SECONDS = 0.5
 
 
 class FakeCodec:
-    """A codec of eight samples a frame whose codes are a plain function of the samples, and of nothing around them."""
+    """Codec of eight samples a frame whose codes are a plain function of the samples of the frame."""
 
     sample_rate, hop, codebooks, codebook_size = 800, 8, 2, 1024
     frame_rate = 100.0

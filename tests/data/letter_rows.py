@@ -21,7 +21,7 @@ ROW = 1000
 
 @dataclass(frozen=True)
 class Line:
-    """A sequence as a family might render it: a token a frame and a token a character."""
+    """Sequence with a token for each frame and each character."""
 
     id: str
     references: tuple[str, ...]
@@ -41,7 +41,7 @@ def render(conversation: Conversation) -> Line:
 
 
 class Characters:
-    """The lengths of such a family."""
+    """Length estimator of such a family."""
 
     text_revision = "characters"
 
@@ -74,5 +74,5 @@ def first(steps: Iterator[Step], count: int) -> list[Step]:
 
 
 def rows_of(loader: Loader[Line, list[Line]], count: int) -> list[list[Line]]:
-    """The stream, a row a step."""
+    """Return the first rows of the loader, one row a step."""
     return [passes[0] for passes in first(loader.steps(1, 1, Shard()), count)]

@@ -1,4 +1,4 @@
-"""Encoding by pools of workers, for tests that kill them: a codec that takes its time, one that kills its process."""
+"""Encoding by pools of workers, for tests that kill them: a slow codec, and one that kills its process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class SlowCodec(FakeCodec):
 
 
 class DeadlyCodec(SlowCodec):
-    """Kills its process, as a lack of memory does, in that share of the calls, until it has done so `times` times."""
+    """Codec that kills its process in that share of the calls, as a lack of memory does, until it has done so `times`
+    times."""
 
     def __init__(self, deaths: Path, times: int, share: float = 1 / 6) -> None:
         super().__init__()

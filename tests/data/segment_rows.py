@@ -11,7 +11,7 @@ from myna.data.segments import SCHEMA, empty_row
 
 
 def segment(id: str, recording: str, start_ms: int, end_ms: int, kind: str = "clip", **values: Any) -> dict[str, Any]:
-    """A row; what is not given is empty, and measures are missing."""
+    """Make a row; missing fields are empty, missing measures NaN."""
     row = empty_row()
     row |= {"id": id, "recording": recording, "recording_hash": f"hash of {recording}", "part": f"part of {recording}"}
     row |= {"start_ms": start_ms, "end_ms": end_ms, "kind": kind}

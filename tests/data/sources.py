@@ -56,7 +56,7 @@ def utterances(
     span: st.SearchStrategy[Span | None] = whole,
     extras: st.SearchStrategy[dict[str, Any]] = nothing,
 ) -> list[Utterance]:
-    """Up to four, whose `audio` is only the number of a clip until the layout is written."""
+    """Up to four utterances, whose `audio` is the number of a clip until the layout is written."""
     ids = draw(st.lists(names, min_size=1, max_size=4, unique=True))
     return [
         Utterance(id, Path(f"{number}.wav"), draw(text), draw(speaker), draw(language), draw(span), draw(extras))
@@ -65,7 +65,7 @@ def utterances(
 
 
 def expected(written: list[Utterance]) -> list[Utterance]:
-    """As the importer should find them: the text normalised, whatever names the file carries."""
+    """Return an utterance as the importer should find it: the text normalised, whatever the name of the file."""
     return [replace(utterance, text=normalise_text(utterance.text), audio=Path()) for utterance in written]
 
 
@@ -75,7 +75,7 @@ def found(imported: ImportResult) -> list[Utterance]:
 
 @contextmanager
 def imported(write: Write, written: list[Utterance], clips: list[Path], **options: Any) -> Iterator[ImportResult]:
-    """The utterances written, copied beside their clips, and imported again."""
+    """Write utterances, copy them beside their clips, and import them again."""
     with TemporaryDirectory() as name:
         folder = Path(name) / "source"
         folder.mkdir()

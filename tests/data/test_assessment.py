@@ -1,4 +1,4 @@
-"""Answers: written in one way, read back strictly, and counted where they cannot be read."""
+"""Answers of pronunciation assessments: one way of writing, strict parsing, and counts of unreadable ones."""
 
 from __future__ import annotations
 

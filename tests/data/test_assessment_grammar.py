@@ -1,4 +1,4 @@
-"""The grammar of answers: what it lets through can be read, and what is written as people write it is let through."""
+"""Grammar of answers: every accepted text can be read, and the usual ways of writing an answer are accepted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = {"accuracy": 8, "fluency": 9, "prosodic": 9, "total": 8, "text": "we cal
 
 
 def after(text: str) -> Any:
-    """The grammar's state after a text; None where it may not come."""
+    """Return the grammar's state after a text; None if the text is not allowed."""
     matcher = MATCHER.deep_copy()
     content = list(text.encode("utf-8", "surrogatepass"))
     return matcher if matcher.try_consume_tokens(content) == len(content) else None

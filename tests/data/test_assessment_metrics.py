@@ -1,4 +1,4 @@
-"""Figures of pronunciation: right where they can be worked out by hand, and honest about what cannot be read."""
+"""Pronunciation metrics against values worked out by hand, and unreadable answers."""
 
 from __future__ import annotations
 

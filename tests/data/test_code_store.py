@@ -1,4 +1,4 @@
-"""The code store: what goes in comes out, nothing is encoded twice, and no kill leaves a trace."""
+"""Code store: codes come back as stored, nothing is encoded twice, and kills leave no trace."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Stored(NamedTuple):
 
 
 def stored(folder: Path, store: CodeStore | None = None) -> dict[str, Stored]:
-    """What the store holds of each utterance that is long enough to have codes."""
+    """Return the codes of each utterance that is long enough to have some."""
     store = store or CodeStore.open(folder, REVISION)
     index = store.index().to_pydict()
     places = store.locate(pa.array(index["key"], pa.string()))
@@ -470,7 +470,7 @@ def test_an_index_cut_short_is_named_and_made_anew(source: Path, folder: Path, p
 
 
 def test_a_damaged_shard_is_named_or_harmless(source: Path, folder: Path) -> None:
-    """Whatever byte is hit outside the codes themselves: an error that names the file, or the same keys and frames."""
+    """A damaged byte outside the codes gives an error that names the file, or the same keys and frames."""
     utterances = corpus(source)
     encode(utterances, folder)
     path = shards(folder)[0]

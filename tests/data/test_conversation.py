@@ -1,4 +1,4 @@
-"""A script is the same conversation for training and for speaking, but for its last turn."""
+"""Conversations for training and for speaking are the same but for the last turn."""
 
 from __future__ import annotations
 

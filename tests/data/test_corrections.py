@@ -1,4 +1,4 @@
-"""Corrections: the log survives kills and crowds, and what it says is done once and to nothing else."""
+"""Corrections: the log survives kills and parallel writers, and each correction changes only its clip, once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tables(draw: st.DrawFn) -> pa.Table:
 
 @st.composite
 def logs(draw: st.DrawFn, table: pa.Table) -> list[Correction]:
-    """Corrections as the command lets them through: each was checked against the table as it was by then."""
+    """Corrections that the command accepts: each is checked against the table at that time."""
     clips = [row["id"] for row in table.to_pylist()]
     log: list[Correction] = []
     for _ in range(draw(st.integers(0, 8))):
@@ -90,7 +90,7 @@ def spans(table: pa.Table) -> dict[str, list[tuple[int, int]]]:
 @settings(deadline=None)
 @given(st.data())
 def test_corrected_tables_tile_and_stay(data: st.DataObject) -> None:
-    """Every millisecond is in one row still, ids are unique, nothing else has changed, and twice is once."""
+    """Each millisecond is in one row, ids are unique, nothing else changes, and applying twice equals once."""
     table = data.draw(tables())
     log = data.draw(logs(table))
     corrected = apply_hand_decisions(apply_corrections(table, log, pytest.fail), log)

@@ -1,4 +1,4 @@
-"""A prepared folder opens as it was made, or says what has changed and what to type."""
+"""Prepared folders: opening them, and messages about what has changed and what to type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding by several processes: the bytes of one, also after processes were killed."""
+"""Encoding by several processes gives the bytes of one process, also after processes were killed."""
 
 from __future__ import annotations
 

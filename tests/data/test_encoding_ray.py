@@ -1,4 +1,4 @@
-"""Encoding on a Ray cluster of two nodes: the bytes of one process, also after nodes and drivers were killed."""
+"""Encoding on a Ray cluster of two nodes gives the bytes of one process, also after nodes and drivers were killed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_killed_driver_can_go_on(cluster: Nodes, source: Path, expected: dict[
 
 
 def test_a_lost_node_costs_nothing(cluster: Nodes, source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
-    """Nor is it replaced: its actor is restarted on the other node, in the place of one with nothing left to do."""
+    """The lost actor is not replaced by a new one: it is restarted on the other node."""
     moment = random.randint(1, 20)
 
     def lose_a_node(_stage: str, done: int, _total: int | None) -> None:

@@ -1,4 +1,4 @@
-"""ChatML and ms-swift: which clip is learned, with which text, in whose voice."""
+"""ChatML and ms-swift: targets, their texts and their references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For every layout: arbitrary utterances, written as its tools write them, come back the same."""
+"""Round trips of every layout: arbitrary utterances, written as its tools write them, come back the same."""
 
 from __future__ import annotations
 

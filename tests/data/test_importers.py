@@ -1,4 +1,4 @@
-"""What all importers share: detection, the gate with its reasons, and what is left on disk."""
+"""Common parts of all importers: detection, validation with reasons, and files left on disk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def float_wav(path: Path, values: list[float]) -> Path:
 
 
 def provoke(reason: RejectionReason, folder: Path, clips: list[Path]) -> ImportResult:
-    """A manifest whose second line is bad in the one way asked for."""
+    """Write a manifest whose second line has the given fault."""
     good = line(clips[0], id="good")
     voiced = line(clips[1], extras={"references": ["voice"]})
     voice = line(clips[2], id="voice", extras={"reference_only": True})

@@ -1,4 +1,4 @@
-"""Lengths that are summed up are the lengths that are rendered, and a text is counted once."""
+"""Summed lengths equal rendered lengths, and each text is counted once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXTS = (
 
 
 class Prompted(Characters):
-    """A family whose prompt depends on everything that a form is said to be made of."""
+    """Family whose prompt depends on every part of a form."""
 
     text_revision = "prompted"
 
@@ -44,7 +44,7 @@ class Prompted(Characters):
 
 
 def spoken(folder: Path) -> PreparedDataset:
-    """Every text and scene, with drawn references, given ones, many and none."""
+    """Utterances with every kind of text and scene, and drawn, given, many or no references."""
     clips = [
         said(folder, f"{scene}-{text}", f"speaker{text % 3}", text=TEXTS[text], scene=SCENES[scene])
         for scene in range(len(SCENES))
@@ -77,7 +77,7 @@ def test_sums_are_what_the_family_measures(tmp_path: Path, place: str, scene: st
 
 
 def test_few_conversations_are_measured(tmp_path: Path) -> None:
-    """One of each form, however many there are and however often they are asked for."""
+    """One conversation of each form is measured, however many there are."""
     clips = [said(tmp_path, f"{n}", text="x" * n, scene="A cave." if n % 2 else "") for n in range(60)]
     measured: list[str] = []
 

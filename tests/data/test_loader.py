@@ -1,4 +1,4 @@
-"""The stream of rows: the same for everyone who has the same seed, however it is shared out or taken up again."""
+"""Loader rows: the same for the same seed, however they are shared among ranks or resumed."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_what_was_counted_once_is_not_packed_to_be_skipped(
 
 
 def test_a_length_that_was_miscounted_stops_the_training(corpus: PreparedDataset) -> None:
-    """Counts of another tokenizer, say, that found their way into the folder."""
+    """For example counts of another tokenizer in the folder."""
 
     class Wrong(Characters):
         text_revision = "wrong"
@@ -296,7 +296,7 @@ def test_a_sequence_longer_than_a_row_is_refused_with_its_name(corpus: PreparedD
 
 
 def test_a_reference_short_of_sound_but_long_of_text_counts(tmp_path: Path) -> None:
-    """The longest reference is the one that takes most tokens, not the one that lasts longest."""
+    """The longest reference is the one with most tokens, not the one that lasts longest."""
     clips = [
         said(tmp_path, "target", text="x"),
         said(tmp_path, "lasts", seconds=2, text="x", reference_only=True),

@@ -1,4 +1,4 @@
-"""Threads and processes that render ahead: they change nothing but the time, and go when they are no longer needed."""
+"""Threads and processes that render ahead: the same batches, and a clean end."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.data.letter_rows import Characters, Line, load, render
 Lines = list[Line]
 
 
-class Kitchen:
-    """A family that counts, and fails or idles when told to."""
+class RecordingFamily:
+    """Family that records its calls, and fails or idles when told to."""
 
     def __init__(self) -> None:
         self.rendered: list[str] = []
@@ -66,49 +66,49 @@ def ours() -> list[str]:
 @pytest.mark.parametrize("workers", [1, 2, 7])
 @pytest.mark.parametrize("start", [0, 9])
 def test_any_number_of_workers_gives_the_same_batches(corpus: PreparedDataset, workers: int, start: int) -> None:
-    inline, kitchen = Kitchen(), Kitchen()
-    kitchen.idle = 0.002  # so that threads overtake one another
+    inline, family = RecordingFamily(), RecordingFamily()
+    family.idle = 0.002  # so that threads overtake one another
     expected = list(islice(inline.loader(corpus, workers=0).steps(4, 2, Shard(), start=start), 12))
-    loader = kitchen.loader(corpus, workers=workers)
+    loader = family.loader(corpus, workers=workers)
     assert list(islice(loader.steps(4, 2, Shard(), start=start), 12)) == expected
     assert list(loader.evaluation_batches(3, Shard())) == list(
         inline.loader(corpus, workers=0).evaluation_batches(3, Shard())
     )
-    assert inline.threads == {"MainThread"} and kitchen.threads == {"myna-render"}
+    assert inline.threads == {"MainThread"} and family.threads == {"myna-render"}
 
 
 def test_steps_are_ready_before_they_are_asked_for(corpus: PreparedDataset) -> None:
-    kitchen = Kitchen()
-    steps = kitchen.loader(corpus).steps(2, 1, Shard())
+    family = RecordingFamily()
+    steps = family.loader(corpus).steps(2, 1, Shard())
     next(steps)
     deadline = time.monotonic() + 10
-    while kitchen.collated < 2 * (1 + PREFETCH_STEPS) and time.monotonic() < deadline:
+    while family.collated < 2 * (1 + PREFETCH_STEPS) and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.05)
-    assert kitchen.collated == 2 * (1 + PREFETCH_STEPS), "and no more than that"
+    assert family.collated == 2 * (1 + PREFETCH_STEPS), "and no more than that"
     steps.close()
 
 
 @pytest.mark.parametrize(("workers", "passes", "ahead"), [(5, 2, 3), (4, 1, 4), (1, 1, PREFETCH_STEPS)])
 def test_all_workers_have_something_to_do(corpus: PreparedDataset, workers: int, passes: int, ahead: int) -> None:
-    """A pass is one worker's, so that few passes to a step take more steps ahead."""
-    kitchen = Kitchen()
-    steps = kitchen.loader(corpus, workers=workers).steps(passes, 1, Shard())
+    """A micro-batch is built by one worker, so that few micro-batches a step need more steps ahead."""
+    family = RecordingFamily()
+    steps = family.loader(corpus, workers=workers).steps(passes, 1, Shard())
     next(steps)
     deadline = time.monotonic() + 10
-    while kitchen.collated < passes * (1 + ahead) and time.monotonic() < deadline:
+    while family.collated < passes * (1 + ahead) and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.05)
-    assert kitchen.collated == passes * (1 + ahead)
+    assert family.collated == passes * (1 + ahead)
     steps.close()
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_an_error_comes_with_the_step_it_belongs_to(corpus: PreparedDataset, workers: int) -> None:
-    kitchen = Kitchen()
-    order = [batch[0].id for [batch] in islice(kitchen.loader(corpus, workers=0, pack=False).steps(1, 1, Shard()), 50)]
-    kitchen.bad = {order[20], order[22]}
-    steps, seen = kitchen.loader(corpus, workers=workers, pack=False).steps(1, 1, Shard()), []
+    family = RecordingFamily()
+    order = [batch[0].id for [batch] in islice(family.loader(corpus, workers=0, pack=False).steps(1, 1, Shard()), 50)]
+    family.bad = {order[20], order[22]}
+    steps, seen = family.loader(corpus, workers=workers, pack=False).steps(1, 1, Shard()), []
     with pytest.raises(DataError, match=r"^\d+ is bad"):
         for [batch] in steps:
             seen.append(batch[0].id)
@@ -120,7 +120,7 @@ def test_an_error_comes_with_the_step_it_belongs_to(corpus: PreparedDataset, wor
 
 @pytest.mark.parametrize("end", ["close", "forget", "exhaust"])
 def test_no_thread_is_left(corpus: PreparedDataset, end: str) -> None:
-    loader = Kitchen().loader(corpus, workers=3)
+    loader = RecordingFamily().loader(corpus, workers=3)
     iterator = loader.evaluation_batches(1, Shard()) if end == "exhaust" else loader.steps(1, 1, Shard())
     assert ours() == [], "none before the first batch"
     next(iterator)
@@ -198,29 +198,29 @@ def test_batches_are_finished_here_whoever_makes_them(corpus: PreparedDataset, w
 
 
 def test_rows_are_counted_without_rendering(corpus: PreparedDataset) -> None:
-    kitchen = Kitchen()
-    loader = kitchen.loader(corpus, workers=0)
+    family = RecordingFamily()
+    loader = family.loader(corpus, workers=0)
     rows = loader.rows_in_first_epoch()
-    assert kitchen.rendered == [] and len(loader.row_counts) == 4, "windows of the first epoch"
+    assert family.rendered == [] and len(loader.row_counts) == 4, "windows of the first epoch"
     list(islice(loader.steps(1, 1, Shard()), rows))
-    assert sorted(kitchen.rendered) == sorted(u.id for u in corpus.utterances), "and all of it is in those rows"
+    assert sorted(family.rendered) == sorted(u.id for u in corpus.utterances), "and all of it is in those rows"
 
 
 def test_what_is_skipped_is_not_rendered(corpus: PreparedDataset) -> None:
-    """Three epochs on, only what is asked for is rendered, whether the rows before it were counted or not."""
-    kitchen = Kitchen()
-    whole = kitchen.loader(corpus, workers=0)
+    """Three epochs later, only the requested rows are rendered, whether the rows before them were counted or not."""
+    family = RecordingFamily()
+    whole = family.loader(corpus, workers=0)
     rows = sum(rows for (epoch, _), rows in _counted(whole, epochs=3).items() if epoch < 3)
     expected = list(islice(whole.steps(2, 1, Shard()), rows // 2 + 3))
 
-    fresh = Kitchen()
+    fresh = RecordingFamily()
     resumed = fresh.loader(corpus, workers=0)
     resumed.restore_row_counts(whole.row_counts)
     assert list(islice(resumed.steps(2, 1, Shard(), start=rows // 2), 3)) == expected[-3:]
     assert fresh.rendered == [line.id for step in expected[-3:] for batch in step for line in batch]
     assert fresh.collated == 3 * 2
 
-    slow = Kitchen()
+    slow = RecordingFamily()
     assert list(islice(slow.loader(corpus, workers=0).steps(2, 1, Shard(), start=rows // 2), 3)) == expected[-3:]
     assert slow.rendered == fresh.rendered and slow.collated == 3 * 2
 
@@ -233,9 +233,9 @@ def _counted(loader: Loader[Line, Lines], epochs: int) -> dict[tuple[int, int], 
 
 
 def test_rows_of_their_own_are_skipped_without_counts(corpus: PreparedDataset) -> None:
-    kitchen = Kitchen()
-    expected = list(islice(kitchen.loader(corpus, workers=0, pack=False).steps(5, 1, Shard()), 33))
-    fresh = Kitchen()
+    family = RecordingFamily()
+    expected = list(islice(family.loader(corpus, workers=0, pack=False).steps(5, 1, Shard()), 33))
+    fresh = RecordingFamily()
     assert list(islice(fresh.loader(corpus, workers=0, pack=False).steps(5, 1, Shard(), start=30), 3)) == expected[-3:]
     assert len(fresh.rendered) <= 2 * 16
 
@@ -246,7 +246,7 @@ def test_rows_of_their_own_are_skipped_without_counts(corpus: PreparedDataset) -
 def test_the_identity_follows_what_is_learned_and_not_where_it_lies(tmp_path: Path) -> None:
     def identity(folder: Path, **changes: Any) -> str:
         clips = [said(folder, f"{n}", **(changes if n == 1 else {})) for n in range(3)]
-        return Kitchen().loader(prepared(folder, clips)).fingerprint
+        return RecordingFamily().loader(prepared(folder, clips)).fingerprint
 
     first = identity(tmp_path / "a")
     assert first.startswith("3 utterances ")

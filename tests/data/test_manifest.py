@@ -74,7 +74,7 @@ PARTS = ["..", ".", "", "here", "here2", "a..b", "é", "x y"]
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(["", "/", "//", "FOLDER/", "OUTSIDE/"]), st.lists(st.sampled_from(PARTS), max_size=4))
 def test_audio_is_stored_as_paths_would_say(root: str, parts: list[str]) -> None:
-    """It is found by spelling, without `pathlib`, which takes most of the time of a long manifest."""
+    """Paths are compared as strings, without `pathlib`, which takes most of the time of a long manifest."""
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.chdir(name)
         here = Path(name) / "here"

@@ -9,7 +9,7 @@ from myna.data.loader import first_fit_decreasing
 
 
 def by_definition(lengths: list[int], budget: int) -> list[list[int]]:
-    """The longest first, each into the first row with room, looking at one row after another."""
+    """Reference implementation: the longest first, each into the first row with room, row by row."""
     rows: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         roomy = (row for row in rows if sum(lengths[i] for i in row) + lengths[index] <= budget)

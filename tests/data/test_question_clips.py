@@ -1,4 +1,4 @@
-"""Clips that are heard, beside others that are spoken: what is asked of them, and how long they are."""
+"""Clips with a question and an answer, beside speech targets: conversations and lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.data.letter_rows import Characters, Line, load, rows_of
 
 
 class Stacking(Characters):
-    """A family that hears four frames at a position, and says a word of its own at every turn."""
+    """Family that takes four frames a position, and adds three tokens to every turn."""
 
     text_revision = "stacking"
 
@@ -35,7 +35,7 @@ def render(conversation: Conversation) -> Line:
 
 
 def both(folder: Path) -> PreparedDataset:
-    """Spoken and heard, asked this and that, one of them in words that are another's scene."""
+    """Prepare speech targets and question clips; one question equals the scene of another clip."""
     clips = [
         said(folder, f"spoken{n}", seconds=1 + n / 10, text="x" * n, scene="A room." * (n % 2)) for n in range(1, 5)
     ]

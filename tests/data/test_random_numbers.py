@@ -1,4 +1,4 @@
-"""Numbers that follow from names: always the same, and as good as random."""
+"""Random numbers from hashed names: always the same, and uniformly distributed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMES = np.array([string_hash(f"{n}") for n in range(20_000)], np.uint64)
 
 
 def test_they_are_the_same_for_ever() -> None:
-    """These very numbers decide which rows a run that goes on will see."""
+    """These numbers decide which rows a resumed run will see."""
     assert string_hash("marta/0412") == 9747469348828060864
     assert random_bits(np.array([string_hash("marta/0412")], np.uint64), "0/0/order").tolist() == [13218490670043171690]
     assert permutation(NAMES[:8], "0/0/order").tolist() == [3, 2, 7, 6, 5, 1, 4, 0]

@@ -1,4 +1,4 @@
-"""Which clip sets the voice of which target: never its own sound, and always the same one for the same seed."""
+"""Reference sampling: never the target's own audio, and always the same reference for the same seed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pair(folder: Path, utterances: list[Utterance], seed: int = 0, **settings: A
 
 
 def drawn(pairing: ReferenceSampler, id: str, epochs: int = 60) -> set[str]:
-    """Every reference a target gets in many epochs."""
+    """Collect every reference that a target gets in many epochs."""
     target = next(target for target in pairing.targets if target.id == id)
     return {reference.id for epoch in range(epochs) for reference in pairing.references(target, epoch)}
 
@@ -34,7 +34,7 @@ def alone(pairing: ReferenceSampler) -> tuple[str, ...]:
 
 
 def longest(pairing: ReferenceSampler, length: Callable[[Utterance], int] = lambda _: 1) -> dict[str, list[str]]:
-    """The references that make the longest sequence, by the target's id."""
+    """Return the references that make the longest sequence, by the target's id."""
     utterances = pairing.dataset.utterances
     found = pairing.longest_references(np.array([length(utterance) for utterance in utterances]))
     return {
@@ -227,7 +227,8 @@ def test_longest_picks_by_the_measure_it_is_given(tmp_path: Path) -> None:
 
 
 def test_many_at_once_are_what_each_is_alone(tmp_path: Path) -> None:
-    """Speakers of all sizes, twins, spans of one recording, given references and none: an array and its parts agree."""
+    """Sampling many targets at once equals sampling each alone, for speakers of all sizes, equal audio, spans of one
+    recording, given references and none."""
     clips = [said(tmp_path, f"{n}", f"speaker{n % 7}", sound=f"{n % 20}") for n in range(40)]
     clips += [said(tmp_path, f"s{n}", "spans", seconds=9, recording="long", span=Span(n, n + 2)) for n in range(7)]
     clips += [said(tmp_path, "asks", "speaker1", references=["3", "s0"]), said(tmp_path, "asks none", references=[])]
@@ -248,7 +249,7 @@ def test_many_at_once_are_what_each_is_alone(tmp_path: Path) -> None:
 
 
 def test_every_clip_that_would_do_is_as_likely_as_the_next(tmp_path: Path) -> None:
-    """Also where most are the target's own sound, and a draw fails again and again."""
+    """Also if most clips are the target's own audio, so that draws fail again and again."""
     twins = [said(tmp_path, f"twin{n}", sound="x") for n in range(30)]
     pairing = pair(tmp_path, [*twins, said(tmp_path, "one"), said(tmp_path, "two")])
     target = pairing.targets.with_id("twin7")[0]

@@ -1,4 +1,4 @@
-"""Held out is held out: by speaker, by text, by sound; made once, and kept when the corpus grows."""
+"""Splits: nothing held out is trained on, by speaker, text or audio, also when the dataset grows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def corpora(draw: st.DrawFn) -> list[Utterance]:
 
 
 def key(utterance: Utterance) -> str:
-    """Files that differ in their ending alone are copies."""
+    """Key by file stem: files that differ only in their suffix are copies."""
     return f"{utterance.audio.stem}/{utterance.span}"
 
 
@@ -67,7 +67,7 @@ def test_no_choice_leaks(utterances: list[Utterance], speakers: int, texts: int,
 
 
 def test_spans_that_share_a_second_stay_together() -> None:
-    """Three in a row, the first of which reaches over the second into the third."""
+    """Three spans, the first of which reaches over the second into the third."""
     spans = {"a": Span(0, 9), "b": Span(2, 3), "c": Span(8, 12), "d": Span(12, 20)}
     clips = [Utterance(id, Path("tape.wav"), f"words of {id}", "anna", span=span) for id, span in spans.items()]
     parts = [assign_subsets(clips, key, speakers=0, texts=1, seed=seed).subset_of for seed in range(8)]
@@ -98,7 +98,7 @@ def test_a_leak_is_told(changed: dict[str, object], told: str) -> None:
 
 
 def test_what_was_learned_from_cannot_be_held_out_later() -> None:
-    """A clip that comes later and is the sound of both a held-out speaker and a learned one makes them one person."""
+    """A later clip with the audio of both a held-out speaker and a trained one makes them one person."""
     clips = [
         Utterance(f"{who}{n}", Path(f"{who}{n}.wav"), f"{who} {n}", who) for who in ("anna", "bela") for n in "123"
     ]
@@ -169,7 +169,7 @@ def voiced(id: str, speaker: str, *references: str, **extras: object) -> Utteran
 
 
 def test_a_held_out_target_takes_its_references_along() -> None:
-    """A clip that is trained on is only a reference there; training is given nothing that is held out."""
+    """A trained clip may be a reference of a held-out target; training gets nothing that is held out."""
     clips = [
         Utterance("voice", Path("voice.wav"), "follow me", "anna", extras={"reference_only": True}),
         voiced("a", "anna", "voice"),

@@ -1,4 +1,4 @@
-"""Processes that make batches: what they send arrives as it was, and none outlives whoever hired it."""
+"""Worker processes that build batches: values arrive unchanged, and no process outlives its owner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 from myna.core.errors import DataError
 from myna.data.workers import WorkerPool
-from tests.data.workers_helper import Unopened, arrays, fail, turned, who
+from tests.data.workers_helper import UnloadableBuilder, arrays, fail, turned, who
 
 ARRAYS, TURNED, FAIL, WHO = range(4)
 
@@ -31,7 +31,7 @@ def workers() -> Iterator[WorkerPool]:
 
 
 def is_there(pid: int) -> bool:
-    """Running, and not merely waiting to be counted among the dead."""
+    """Whether the process runs; a zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -68,7 +68,7 @@ def test_errors_arrive_and_the_worker_goes_on(workers: WorkerPool) -> None:
     with pytest.raises(KeyError, match="marta_0412") as bug:
         workers.build(FAIL, "bug")
     assert 'raise KeyError("marta_0412")' in bug.value.__notes__[0], "with the place where it happened"
-    with pytest.raises(RuntimeError, match=r"UntoldError: marta_0412"):
+    with pytest.raises(RuntimeError, match=r"UnpicklableError: marta_0412"):
         workers.build(FAIL, "untold")
     with pytest.raises((AttributeError, RuntimeError), match="pickle"):
         workers.build(FAIL, "an answer that cannot be sent")
@@ -85,7 +85,7 @@ def test_one_that_dies_is_told_of(how: str, told: str) -> None:
 
 
 def test_what_cannot_be_opened_there_is_told_when_it_is_asked_for() -> None:
-    with closing(WorkerPool(1, [Unopened()])) as workers, pytest.raises(DataError, match="marta_0412 is bad"):
+    with closing(WorkerPool(1, [UnloadableBuilder()])) as workers, pytest.raises(DataError, match="marta_0412 is bad"):
         workers.build(0, None)
 
 

@@ -1,4 +1,4 @@
-"""What workers are asked to do in tests, and the life of a process that has some, to be killed."""
+"""Functions that workers run in tests, and a process with workers that can be killed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from myna.core.errors import DataError
 from myna.data.workers import WorkerPool
 
 
-class UntoldError(Exception):
-    """One that no other process can be told of: it is made of two things and knows one."""
+class UnpicklableError(Exception):
+    """Error that cannot be pickled: its constructor wants two arguments and keeps one."""
 
     def __init__(self, one: str, other: str) -> None:
         super().__init__(one + other)
@@ -34,7 +34,7 @@ def fail(how: str) -> Any:
     if how == "bug":
         raise KeyError("marta_0412")
     if how == "untold":
-        raise UntoldError("marta", "_0412")
+        raise UnpicklableError("marta", "_0412")
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "gone":
@@ -46,8 +46,8 @@ def who(_: Any) -> tuple[int, str]:
     return os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-class Unopened:
-    """Makes nothing, since it cannot be opened there."""
+class UnloadableBuilder:
+    """Builder that cannot be unpickled in the worker."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return fail, ("ours",)
@@ -57,7 +57,7 @@ class Unopened:
 
 
 def main() -> None:
-    """Hire two, say their process ids, and have something made for every line of standard input."""
+    """Start two workers, print their process ids, and build something for every line of standard input."""
     signal.signal(signal.SIGINT, lambda *_: None)  # which, unlike ignoring it, workers would not inherit
     workers = WorkerPool(2, [who])
     print(*(worker._process.pid for worker in workers._workers), flush=True)

@@ -35,7 +35,7 @@ from myna.train.trainer import Trainer
 
 @contextmanager
 def asked_to_stop(step: int | None) -> Iterator[None]:
-    """In the middle of a step, and this process alone."""
+    """Send this process a stop signal in the middle of a step."""
     learn, steps = Trainer.train_step, count(1)
 
     def learn_and_be_asked(*arguments: Any) -> Any:
@@ -60,7 +60,7 @@ def first_rows(trainer: Trainer, rows: int) -> list[Batch]:
 
 
 def learn_from_text(folder: Path) -> Trainer:
-    """A step with one row of speech and one without, each on a rank of its own if there are two."""
+    """Run a step with one row of speech and one without, each on a rank of its own if there are two."""
     trainer = make_trainer(load_recipe(folder / "lora.yaml", ["loss.text_weight=0.3"]))
     turns = (Turn("user", ("hi",)), Turn("assistant", ("hello",)))
     text = trainer.family.collate([trainer.family.render(Conversation("text", turns), supervise_text=True)])
@@ -76,7 +76,7 @@ def learn_from_text(folder: Path) -> Trainer:
 
 
 def bf16_loss(folder: Path) -> float:
-    """Of full training in bf16, where the frozen part is bf16 and what learns is fp32."""
+    """Loss of full training in bf16, where frozen parts are bf16 and trained ones fp32."""
     trainer = make_trainer(load_recipe(folder / "full.yaml"), "bf16")
     place = ProcessInfo.from_environment()
     weights = term_weights(trainer.family.loss_terms, trainer.recipe.loss)
@@ -135,7 +135,7 @@ def main(folder: Path, ports: list[str]) -> None:
     place, free = ProcessInfo.from_environment(), iter(ports)
 
     def anew() -> None:
-        """A place to meet that the last meeting has not used."""
+        """Return a rendezvous file that was not used before."""
         os.environ["MASTER_PORT"] = next(free)
 
     for kind, stop in (("lora", 3), ("full", 2)):

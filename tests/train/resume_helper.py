@@ -54,7 +54,7 @@ class Notes:
 
 
 def make_workspace(folder: Path) -> Path:
-    """A model, six clips to learn and four to be judged by."""
+    """Make a model, six clips to learn and four to evaluate on."""
     save_tiny(folder / "model", hidden=32)
     write_recordings(folder / "recordings")
     for speaker, pitch in SPEAKER_PITCHES.items():
@@ -68,7 +68,7 @@ def make_workspace(folder: Path) -> Path:
 
 
 def recipe_for(workspace: Path, **changes: dict[str, Any]) -> Recipe:
-    """A training of a few rows a step; `changes` are settings by group."""
+    """Make the recipe of a training of a few rows a step; `changes` are settings by group."""
     tree: dict[str, dict[str, Any]] = {
         "model": {"source": str(workspace / "model"), "check_pretrained": False},
         "data": {
@@ -86,19 +86,19 @@ def recipe_for(workspace: Path, **changes: dict[str, Any]) -> Recipe:
 
 
 def metrics(folder: Path) -> list[str]:
-    """The lines of a run's metrics, without what the clock says."""
+    """Return the lines of a run's metrics without measured times."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.dumps({key: value for key, value in json.loads(line).items() if key != "speed"}) for line in lines]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files of a folder but the model card, which names its run and its day."""
+    """Return all files of a folder except the model card, which names its run and its day."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "README.md"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-class Nursery:
-    """The parent of trainings, and the only one that pays for imports."""
+class TrainingForks:
+    """Parent process of trainings, which imports everything once."""
 
     def __init__(self, workspace: Path, log: Path) -> None:
         quiet = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -114,7 +114,7 @@ class Nursery:
             cwd=Path(__file__).parents[2],
         )
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> TrainingForks:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,7 +134,7 @@ class Nursery:
         return self._answer()
 
     def wait(self) -> int:
-        """The exit code of the child, negative for a signal."""
+        """Return the exit code of the child, negative for a signal."""
         return self._answer()
 
     def train(self, folder: Path, **job: Any) -> int:
@@ -154,14 +154,14 @@ def count_rows(folder: Path) -> int:
 
 
 def wait_for_rows(folder: Path, rows: int, seconds: float = 60.0) -> None:
-    """Until a run has written so many lines of metrics, or is finished."""
+    """Wait until a run has written so many lines of metrics, or is finished."""
     end = time.monotonic() + seconds
     while count_rows(folder) < rows and time.monotonic() < end and not (folder / "adapter").exists():
         time.sleep(0.002)
 
 
 def kill(pid: int, number: signal.Signals, dice: random.Random) -> None:
-    """After a moment that may fall anywhere into a step or a save."""
+    """Kill the child after a delay that may fall anywhere into a step or a save."""
     time.sleep(dice.uniform(0, 0.06))
     os.kill(pid, number)
 

@@ -1,4 +1,4 @@
-"""A LoRA on a base in fewer bits learns what it learns on the plain base, in less memory, and goes on as it began."""
+"""LoRA on a quantized base: it learns as on the plain base, in less memory, and resumes."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ KINDS = ("fp8", "int8", "nf4")
 CPU = torch.device("cpu")
 STEPS, RATE = 60, 4e-3
 NEAR = {"fp8": 0.015, "int8": 0.002, "nf4": 0.025}
-"""How far a loss may be from that of the plain base, as a share of it. The most that was measured, over two bases: 0.8,
-0.06 and 1.1 %."""
+"""Relative tolerance of a loss against that of the plain base. The largest measured differences: 0.8, 0.06 and 1.1
+%."""
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clips, and beside the random model one whose layers have learned: its embeddings were held, or they would."""
+    """Make clips, a random model, and one whose layers were trained while its embeddings were frozen."""
     folder = make_workspace(tmp_path_factory.mktemp("workspace"))
     held = {"mode": "full", "freeze": ["text_embedding", "audio_embedding"]}
     how = {"steps": 25, "learning_rate": 2e-2, "warmup": 5, "schedule": "constant", "evaluate_every": 25}
@@ -61,7 +61,7 @@ def trainer_for(
     source: str = "learned/model",
     **changes: dict[str, Any],
 ) -> Trainer:
-    """It goes past the check of the device: fp8 is imitated here."""
+    """Make a trainer without the check of the device, since fp8 is emulated here."""
     model = {"source": str(workspace / source), "quantization": base}
     recipe, decided = recipe_for(workspace, model=model, **changes), Precision(precision, "asked for")
     accelerator = init_accelerator(recipe, decided, CPU, workspace)
@@ -83,7 +83,7 @@ def losses(trainer: Trainer, steps: int) -> list[float]:
 class Curve(NamedTuple):
     first: float
     last: float
-    """The mean of the last ten, which is a pass over the data and more."""
+    """Mean of the last ten losses, more than an epoch."""
 
 
 def curve(workspace: Path, base: str) -> Curve:
@@ -109,7 +109,7 @@ def test_the_loss_is_that_of_the_plain_base(workspace: Path, plain: Curve, kind:
 
 
 def test_the_loss_hears_the_layers(workspace: Path, plain: Curve) -> None:
-    """Else the test above could not fail."""
+    """Shows that the test above can fail."""
     trainer = trainer_for(workspace, "int8")
     for layer in quantized_linears(trainer.model):
         layer.scale.zero_()
@@ -243,7 +243,7 @@ def test_fp8_is_refused_before_anything_is_read(workspace: Path, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps, and the same one without what came after the third; both with the whole preflight."""
+    """Train six steps, and again resumed after the third; both with the whole preflight."""
     folder = tmp_path_factory.mktemp("runs")
     recipe = nf4_recipe(workspace)
     run_training(recipe, Run.create(folder / "whole", recipe), Notes())
@@ -272,7 +272,7 @@ def test_it_does_not_go_on_with_another_base(runs: Path) -> None:
 
 
 def test_another_model_under_it_shows(workspace: Path) -> None:
-    """Packed weights are no parameters, and yet they are what the base is known by."""
+    """Packed weights are not parameters, and are part of the base model's fingerprint nevertheless."""
     trainer = trainer_for(workspace, "nf4")
     loader = make_loader(trainer.recipe, trainer.family, trainer.recipe.data.train)
     before = describe_inputs(trainer, loader, None)
@@ -284,7 +284,7 @@ def test_another_model_under_it_shows(workspace: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_model_is_known_folded_or_not(workspace: Path, kind: str) -> None:
-    """`train.fused_lora` may change under a run, and puts layers together."""
+    """`train.fused_lora`, which joins layers, may change between starts of a run."""
     loader = make_loader(recipe_for(workspace), open_family(str(workspace / "model")), workspace / "prepared")
     one, other = (
         describe_inputs(trainer_for(workspace, kind, train={"fused_lora": fast}), loader, None)
@@ -309,7 +309,7 @@ def test_its_adapter_opens_on_the_plain_model(workspace: Path, runs: Path) -> No
 
 
 def test_odd_sizes_train_as_well(workspace: Path) -> None:
-    """24 x 24 and 12 x 24 weights end in the middle of a block."""
+    """24 x 24 and 12 x 24 weights are no multiples of a block."""
     save_tiny(workspace / "odd", hidden=24)
     plain = losses(trainer_for(workspace, "none", source="odd"), 2)
     for kind in KINDS:

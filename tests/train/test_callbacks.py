@@ -1,4 +1,4 @@
-"""Evaluation callbacks leave random states as they were, and their failures stop the training with a hint."""
+"""Evaluation callbacks do not change random states, and their failures stop the training with a hint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_dice_fall_as_if_nobody_had_listened() -> None:
 
 
 class FakeTrainer:
-    """As much of one as is needed to be heard."""
+    """Parts of a trainer that an evaluation needs."""
 
     def __init__(self) -> None:
         self.objective = nn.Linear(1, 1)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, read back, refused when they do not fit, and the best one kept."""
+"""Checkpoints: complete or absent, verified, rejected if they do not fit, and the best one kept."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from myna.train.loss import term_weights
 from myna.train.precision import Precision
 from myna.train.run import Run
 from myna.train.trainer import Trainer
-from tests.train.resume_helper import Notes, Nursery, contents, metrics, recipe_for
+from tests.train.resume_helper import Notes, TrainingForks, contents, metrics, recipe_for
 
 STATE, FACTS = "state.safetensors", "state.json"
 
 
 @pytest.fixture(autouse=True)
 def no_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks at what is trained, and this is about what is kept."""
+    """Skip the preflight, since these tests are about saving."""
     monkeypatch.setattr(loop, "run_preflight", lambda *_, **__: None)
 
 
@@ -55,7 +55,7 @@ def go_on(folder: Path, settings: list[str] | None = None) -> Notes:
 
 @pytest.fixture(scope="module")
 def unfinished(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps that was interrupted after the fourth, with checkpoints of the second and the fourth."""
+    """Make a run of six steps that was interrupted after the fourth, with checkpoints of the second and the fourth."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "run_preflight", lambda *_, **__: None)
         how = {"save_every": 2, "evaluate_every": 6, "keep_checkpoints": 3, "ema_decay": 0.5}
@@ -93,8 +93,8 @@ def test_it_holds_what_speaks_and_what_it_takes_to_go_on(copied: Run, workspace:
     load_adapter(base, newest(copied) / "adapter")
 
 
-class Pupil:
-    """A trainer with its data, as the loop makes them."""
+class TrainingParts:
+    """Trainer with its data, as the loop makes them."""
 
     def __init__(self, recipe: Recipe, run: Run, precision: Precision, device: str = "cpu") -> None:
         accelerator = init_accelerator(recipe, precision, torch.device(device), run.folder)
@@ -110,7 +110,7 @@ class Pupil:
         stream.close()
 
     def state(self) -> dict[str, Any]:
-        """Everything a step depends on."""
+        """Return everything that a step depends on."""
         trainer, device = self.trainer, self.trainer.accelerator.device
         kept = {"random": torch.get_rng_state(), "groups": [_plain(group) for group in trainer.optimizer.param_groups]}
         if device.type == "cuda":
@@ -145,17 +145,17 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 def test_what_is_restored_is_what_was_saved_and_goes_on_alike(
     workspace: Path, tmp_path: Path, mode: str, name: Any
 ) -> None:
-    """pure-fp16 has an optimizer of its own, with compensations, and a loss scale among its settings."""
+    """pure-fp16 has its own optimizer, with compensations and a loss scale among its settings."""
     adapt: dict[str, Any] = {"dropout": 0.3} if mode == "lora" else {"mode": "full", "rank": 16, "alpha": 32}
     recipe = recipe_for(workspace, adapt=adapt, train={"ema_decay": 0.9})
     run, precision = Run.create(tmp_path / "run", recipe), Precision(name, "a test")
-    first = Pupil(recipe, run, precision)
+    first = TrainingParts(recipe, run, precision)
     first.train_step(0, 3)
     first.checkpoints.save(TrainingProgress(3, best_step=2, best_loss=0.1, evaluations_since_best=4))
     saved = first.state()
     first.train_step(3, 2)
 
-    second = Pupil(recipe, run, precision)
+    second = TrainingParts(recipe, run, precision)
     assert second.checkpoints.restore() == TrainingProgress(3, best_step=2, best_loss=0.1, evaluations_since_best=4)
     assert_same(second.state(), saved)
     moments = {key for key in saved if "/" in key}
@@ -169,16 +169,16 @@ def test_what_is_restored_is_what_was_saved_and_goes_on_alike(
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "pure-fp16"])
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_on_a_card_it_is_restored_to_where_it_was(workspace: Path, tmp_path: Path, mode: str, name: Any) -> None:
-    """The fused optimizer counts its steps on the card, fp16 has a scaler, and dropout a random state of the card's."""
+    """The fused optimizer counts its steps on the GPU, fp16 has a scaler, and dropout a random state of the GPU."""
     adapt: dict[str, Any] = {"dropout": 0.3} if mode == "lora" else {"mode": "full", "rank": 16, "alpha": 32}
     recipe = recipe_for(workspace, adapt=adapt, train={"ema_decay": 0.9, "device": "cuda"})
     run, precision = Run.create(tmp_path / "run", recipe), Precision(name, "a test")
-    first = Pupil(recipe, run, precision, "cuda:0")
+    first = TrainingParts(recipe, run, precision, "cuda:0")
     first.train_step(0, 3)
     first.checkpoints.save(TrainingProgress(3))
     saved = first.state()
     first.train_step(3, 2)
-    second = Pupil(recipe, run, precision, "cuda:0")
+    second = TrainingParts(recipe, run, precision, "cuda:0")
     second.checkpoints.restore()
     assert_same(second.state(), saved)
     second.train_step(3, 2)
@@ -213,7 +213,7 @@ def test_half_written_checkpoints_are_removed_and_strangers_are_not(copied: Run)
 
 
 def test_the_last_and_the_best_are_kept(workspace: Path, tmp_path: Path) -> None:
-    """Learning this fast makes the evaluation worse soon."""
+    """The learning rate is so high that the evaluation soon gets worse."""
     recipe = recipe_for(
         workspace,
         data={"evaluation": str(workspace / "evaluation")},
@@ -307,7 +307,7 @@ def other_model(workspace: Path) -> None:
 def test_another_base_or_other_data_are_refused(
     workspace: Path, copied: Run, tmp_path: Path, change: Callable[[Path], None], said: str
 ) -> None:
-    """What is in a folder of the same name counts."""
+    """The content counts, not the name of the folder."""
     moved = Path(shutil.copytree(workspace, tmp_path / "moved"))
     text = (copied.folder / "config.yaml").read_text().replace(str(workspace), str(moved))
     (copied.folder / "config.yaml").write_text(text)
@@ -406,33 +406,33 @@ def test_the_one_before_it_will_do(copied: Run, unfinished: Path) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_stops_with_a_word_and_leaves_the_last_checkpoint(workspace: Path, tmp_path: Path) -> None:
-    """The kernel refuses to let a file of the child grow beyond a limit, which to it is a disk that is full."""
+    """A limit on the size of the child's files acts as a full disk."""
     recipe = recipe_for(workspace, train={"steps": 8, "save_every": 2}).model_dump(mode="json")
     whole, full = tmp_path / "whole", tmp_path / "full"
-    with Nursery(workspace, tmp_path / "log") as nursery:
-        assert nursery.train(whole, recipe=recipe) == 0
+    with TrainingForks(workspace, tmp_path / "log") as forks:
+        assert forks.train(whole, recipe=recipe) == 0
         limit = (checkpoint_folder(Run.open(whole), 8) / STATE).stat().st_size // 2
-        assert nursery.train(full, recipe=recipe, deadly=("fsync", 20)) == -signal.SIGKILL
+        assert forks.train(full, recipe=recipe, deadly=("fsync", 20)) == -signal.SIGKILL
         good = checkpoint_steps(Run.open(full))
         assert good and good[-1] < 8
         before = contents(full / "checkpoints" / f"step-{good[-1]:06d}")
 
-        assert nursery.train(full, file_limit=limit) == 1
-        said = nursery.log.read_text()
+        assert forks.train(full, file_limit=limit) == 1
+        said = forks.log.read_text()
         assert f"the checkpoint of step {good[-1] + 2} could not be written to {full}: " in said
         assert "File too large" in said and "Traceback" not in said
         assert f"make room there, then go on from step {good[-1]}: myna train --resume {full}" in said
         assert checkpoint_steps(Run.open(full)) == good and not list(full.glob("checkpoints/.*"))
         assert contents(full / "checkpoints" / f"step-{good[-1]:06d}") == before
 
-        assert nursery.train(full) == 0
+        assert forks.train(full) == 0
     assert metrics(full) == metrics(whole)
     assert contents(full / "adapter") == contents(whole / "adapter")
 
 
 @pytest.mark.parametrize("place", ["checkpoints", "metrics.jsonl", "log.txt"])
 def test_a_folder_that_cannot_be_written_stops_with_a_word(workspace: Path, tmp_path: Path, place: str) -> None:
-    """Where a file should be is a folder, and the other way round: not even root can write there."""
+    """A folder is in the place of a file, and a file in the place of a folder, where not even root can write."""
     recipe = recipe_for(workspace, train={"steps": 2})
     run = Run.create(tmp_path / "run", recipe)
     if place == "checkpoints":

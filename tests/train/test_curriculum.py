@@ -1,4 +1,4 @@
-"""Stages: a first part of the run with other loss weights, and what is learned then."""
+"""Stages: a first part of the run has other loss weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_text_first_and_then_all(workspace: Path, tmp_path: Path, monkeypatch: p
 def test_stages_end_at_a_share_or_at_a_step_and_the_text_head_is_there_from_the_first(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: tuple[float, float]
 ) -> None:
-    """The recipe's own loss has no text: it is the stage that needs the head."""
+    """The recipe's own loss has no text; the stage needs the head."""
     monkeypatch.setattr(loop, "run_preflight", lambda *_, **__: None)
     first, second = ends
     stages = [{"until": first, "text_weight": 1.0, "audio_weight": 0.0}, {"until": second, "text_weight": 1.0}]

@@ -1,4 +1,4 @@
-"""Many processes learn what one learns, and none is left behind. Two processes on the CPU, connected by gloo."""
+"""Several processes train as one does, and end together. Two processes on the CPU, connected by gloo."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.train.launched import VARIABLES, free_ports, started
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six clips to learn and one to be judged by, which leaves the second rank nothing; a LoRA and a full training."""
+    """Make six clips to learn and one to evaluate on, which gives the second rank none; a LoRA and a full training."""
     folder = tmp_path_factory.mktemp("workspace")
     save_tiny_model(folder / "model")
     write_recordings(folder / "recordings")
@@ -75,7 +75,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(workspace: Path) -> Path:
-    """What one process does, and what two do, as `NAME-PROCESSES`; one process began `NAME-1-2`, two ended it."""
+    """Runs of one process and of two, as `NAME-PROCESSES`; `NAME-1-2` was started by one process and finished by
+    two."""
     for kind, stop in (("lora", 3), ("full", 2)):
         train(workspace / f"{kind}.yaml", out=workspace / f"{kind}-1")
         with asked_to_stop(stop):
@@ -100,7 +101,7 @@ def started_by_srun(rank: int, folder: Path, ports: list[int]) -> Iterator[subpr
 
 
 def same_course(one: Path, other: Path) -> None:
-    """The same losses to 1e-6 in every step and evaluation, and the same weights to 1e-5 at the end."""
+    """Check equal losses to 1e-6 in every step and evaluation, and equal weights to 1e-5 at the end."""
     courses = [[json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, other)]
     for row, twin in zip(*courses, strict=True):
         numbers, others = (r.get("evaluation", r) for r in (row, twin))
@@ -128,7 +129,7 @@ def seen(two: Path, what: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_two_processes_take_the_course_of_one_with_twice_the_accumulation(two: Path, kind: str) -> None:
-    """With an averaged model, and an evaluation of a single target, which one of the ranks has to do without."""
+    """Includes an averaged model, and an evaluation of a single target, which leaves one rank without any."""
     assert "device cpu x 2" in (two / f"{kind}-2" / "log.txt").read_text()
     same_course(two / f"{kind}-1", two / f"{kind}-2")
 
@@ -137,7 +138,7 @@ def test_two_processes_take_the_course_of_one_with_twice_the_accumulation(two: P
 @pytest.mark.parametrize("kind", ["lora", "full"])
 @pytest.mark.parametrize("change", ["1-2", "2-1"])
 def test_a_run_goes_on_with_another_number_of_processes(two: Path, kind: str, change: str) -> None:
-    """It was stopped by a signal, which with two processes only the second of them got."""
+    """A signal stopped it, which with two processes only the second of them got."""
     log = (two / f"{kind}-{change}" / "log.txt").read_text()
     assert f"x {change[0]}, precision" in log and f"x {change[-1]}, precision" in log
     assert "as asked; go on with" in log and "going on after step" in log
@@ -158,7 +159,7 @@ def test_only_what_learns_is_communicated_and_ranks_that_part_are_found_out(two:
 
 @pytest.mark.slow
 def test_the_wrapper_goes_before_the_connections(two: Path) -> None:
-    """Else torch's DDP closes them while it holds Python's lock, and hangs if a thread of gloo waits for that."""
+    """Otherwise torch's DDP closes them while it holds Python's lock, and hangs if a thread of gloo waits for that."""
     assert all(ddp["let go"] for ddp in seen(two, "ddp"))
 
 
@@ -196,7 +197,7 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[0
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """That of a process nobody launched, on a machine with four cards."""
+    """Environment of a process without a launcher, on a machine with four GPUs."""
     for name in [name for name in os.environ if name in VARIABLES or name.startswith(("SLURM_", "ACCELERATE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -320,7 +321,7 @@ def children_of(launcher: subprocess.Popen[str]) -> list[str]:
 
 
 def ranks_of(launcher: subprocess.Popen[str], run: Path) -> list[int]:
-    """The processes of a launcher, by rank, once the first step is done; the untuned model's row is no step."""
+    """Return the processes of a launcher by rank, once the first step is done."""
     rows = run / "metrics.jsonl"
     wait_for(launcher, lambda: rows.exists() and '"step": 1,' in rows.read_text())
     ranks = {}

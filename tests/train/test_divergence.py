@@ -1,4 +1,4 @@
-"""Divergence: what ends a training, and what must not."""
+"""Divergence: losses and gradients that end a training, and those that must not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT = torch.tensor([1.0, 0.0, 0.0])
 
 
 def losses(mean: float, counts: tuple[float, ...] = (3.0, 10.0, 10.0)) -> LossAccumulator:
-    """Every stream with this mean loss."""
+    """Make losses with this mean for every term."""
     result = LossAccumulator.zeros(len(counts))
     result.counts = torch.tensor(counts, dtype=torch.float64)
     result.sums.copy_(mean * result.counts)
@@ -24,7 +24,7 @@ def losses(mean: float, counts: tuple[float, ...] = (3.0, 10.0, 10.0)) -> LossAc
 
 
 def watch(steps: list[tuple[float, float]], weights: torch.Tensor = AUDIO) -> DivergenceMonitor:
-    """A monitor after steps of these losses and gradient norms."""
+    """Return a monitor after steps with these losses and gradient norms."""
     monitor = DivergenceMonitor()
     for step, (loss, norm) in enumerate(steps, start=1):
         monitor.update(step, losses(loss), norm, CHANCE, weights)

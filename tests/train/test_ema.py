@@ -1,4 +1,4 @@
-"""The running mean of the weights: it follows them, stands in for them, and is what is evaluated and saved."""
+"""Running mean of the weights: its values, its use in evaluations and its saving."""
 
 from __future__ import annotations
 

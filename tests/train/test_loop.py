@@ -1,4 +1,4 @@
-"""Training on a tiny real model: the same result however a step is cut, and every setting does what it says."""
+"""Training of a tiny real model: the same result however a step is divided, and the effect of every setting."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Notes:
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, six clips to learn and two to be judged by."""
+    """Make a model, six clips to learn and two to evaluate on."""
     folder = tmp_path_factory.mktemp("workspace")
     save_tiny_model(folder / "model")
     write_recordings(folder / "recordings")
@@ -185,7 +185,7 @@ def test_epochs_are_counted_in_rows(learn: Learn, workspace: Path) -> None:
 
 
 def code_loss(workspace: Path, source: Path) -> float:
-    """Mean code loss of a saved model on all that was to be learned."""
+    """Mean code loss of a saved model on all training data."""
     family = open_family(str(source))
     chosen = recipe(workspace)
     objective = family.objective(family.load_model(dtype=torch.float32, device="cpu", text_head=False).eval())

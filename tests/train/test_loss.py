@@ -27,7 +27,7 @@ def test_wrong_lists_are_refused(wrong: list[int]) -> None:
 
 
 def test_passes_add_up_to_the_whole_step() -> None:
-    """However a step is cut into passes, dividing by the step's counts gives the same loss."""
+    """However a step is divided into micro-batches, dividing by the step's counts gives the same loss."""
     parts = [torch.tensor([4.0, 6.0, 8.0, 2.0]), torch.tensor([0.0, 3.0, 1.0, 5.0])]
     counts = torch.tensor([2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
     w = term_weights(STREAMS, LossSettings(text_weight=1.0))

@@ -1,4 +1,4 @@
-"""The memory plan: bytes counted by hand, activations that a real pass keeps, and ways out that can be typed."""
+"""Memory plan: bytes counted by hand, activations against a real pass, and hints that can be typed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LORA, BASE = 39_452_672, 5_377_281_024
 
 
 def recipe(**changes: dict[str, Any]) -> Recipe:
-    """Not fast, or weights would be counted that a LoRA is folded into."""
+    """Make a recipe without fused layers, which would add joined weights to the count."""
     tree: dict[str, Any] = {
         "model": {"source": "x"},
         "data": {"train": "y"},
@@ -68,7 +68,7 @@ def batch(true_size: Family) -> LargestBatch:
 
 @pytest.fixture(scope="module")
 def lora(true_size: Family, batch: LargestBatch) -> MemoryPlan:
-    """The true model with a LoRA in bf16, whatever memory there is here."""
+    """Plan of the real model with a LoRA in bf16, independent of the memory of this machine."""
     return planned(true_size, batch, train={"gradient_checkpointing": "none"})
 
 
@@ -116,7 +116,7 @@ def test_every_precision_has_its_bytes(
 
 
 def test_folding_takes_room_for_the_adapters_in_the_compute_type(tiny: Path) -> None:
-    """A below the weights and B beside them, and what fills the corners and edges."""
+    """Matrices A below the weights and B beside them, and what fills the corners and edges."""
     family = open_family(str(tiny / "model"))
     batch = LargestBatch((speech(family, 20, 60),), 80)
     plain, fast = (planned(family, batch, train={"fused_lora": fast}) for fast in (False, True))
@@ -172,14 +172,14 @@ def test_a_ledger_that_looks_at_products_alone_does_not_see_what_passes_between_
 
 
 def real_objective(family: Family, chosen: Recipe, dtype: torch.dtype) -> Any:
-    """With weights, on the CPU."""
+    """Make an objective with weights, on the CPU."""
     model = make_trainable(family.load_model(dtype=dtype, device="cpu", text_head=False), family, chosen.adapt)
     return family.objective(model, fused_lora=chosen.train.fused_lora).train()
 
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """Six layers, wide enough that heads and vocabulary are not all there is."""
+    """Model of six layers, wide enough that heads and vocabulary do not dominate."""
     folder = tmp_path_factory.mktemp("deep") / "model"
     save_deep(folder, hidden=128, layers=6)
     return open_family(str(folder))
@@ -194,7 +194,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Family:
 def test_both_peaks_are_those_of_a_real_pass_however_much_is_recomputed(
     deep: Family, precision: PrecisionName, adapt: dict[str, Any], fast: bool, near: float
 ) -> None:
-    """The most bytes of tensors that are alive in a real pass, forward and backward, with real autocast."""
+    """Compared with the peak of live tensor bytes in a real pass, forward and backward, with real autocast."""
     sequences = tuple(speech(deep, 40 + n, 150 - n) for n in range(4))
     chosen = recipe(adapt=adapt, train={"fused_lora": fast, "gradient_checkpointing": "none"})
     dtype = Precision(precision, "").compute_dtype
@@ -217,7 +217,7 @@ def test_both_peaks_are_those_of_a_real_pass_however_much_is_recomputed(
 def test_on_a_card_what_fast_layers_do_in_passing_leaves_nothing(
     true_size: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their kernels have no fp32 copies of a whole gate, which plain torch makes on the CPU."""
+    """Fused kernels have no fp32 copies of a whole gate, which plain torch makes on the CPU."""
     monkeypatch.setattr(memory_plan, "available_memory", lambda _: 2**40)
     chosen, batch = recipe(train={"fused_lora": True}), LargestBatch((speech(true_size, 150, 500),), 650)
     on_cpu, on_card = (
@@ -386,7 +386,7 @@ def test_what_costs_least_comes_first_and_can_be_typed(lora: MemoryPlan) -> None
 
 
 def test_a_plan_that_was_too_hopeful_is_not_asked_again(lora: MemoryPlan) -> None:
-    """With fewer tokens it would recompute less and fill the card as before: `full` is typed beside them."""
+    """With fewer tokens it would recompute less and fill the GPU as before, so `full` is part of the hint."""
     chosen = recipe(data={"row_tokens": 2048}, train={"micro_batch_size": 2, "batch_size": 8})
     start = replace(lora, recomputed=10, automatic=True, precision="fp32", frozen=2 * lora.frozen)
     ways = list(lighter_plans(start, chosen, lambda: lora))

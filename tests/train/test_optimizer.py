@@ -1,4 +1,4 @@
-"""The optimizers: AdamW as torch has it, and fp16 weights that learn as fp32 ones do."""
+"""Optimizers: AdamW as in torch, and fp16 weights that learn like fp32 ones."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_same_gradients_give_the_same_bits(name: PrecisionName) -> None:
 
 
 def regress(optimizer_of: Any, dtype: torch.dtype, *, rate: float, steps: int) -> tuple[torch.Tensor, float]:
-    """Weights after learning a linear map by noisy gradients, and how far from the map they are."""
+    """Learn a linear map from noisy gradients; return the weights and their distance from the map."""
     generator = torch.Generator().manual_seed(0)
     truth, start = torch.randn(2, 64, generator=generator)
     parameter = nn.Parameter(start.half().to(dtype))
@@ -84,7 +84,7 @@ def regress(optimizer_of: Any, dtype: torch.dtype, *, rate: float, steps: int) -
 
 
 def test_small_updates_are_not_lost() -> None:
-    """Steps of 2e-5 are below half of what fp16 tells apart near 1, and below most of it near 0.1."""
+    """Steps of 2e-5 are below half the spacing of fp16 numbers near 1, and below most of it near 0.1."""
     exact, error = regress(torch.optim.AdamW, torch.float32, rate=2e-5, steps=3000)
     followed, own_error = regress(KahanAdamW, torch.float16, rate=2e-5, steps=3000)
     _, stalled_error = regress(torch.optim.AdamW, torch.float16, rate=2e-5, steps=3000)
@@ -198,7 +198,7 @@ def test_the_scale_grows_back_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_norm_is_that_of_the_true_gradient_and_clipping_holds_to_it() -> None:
-    """Seen through momentum: after one step it is (1 - beta1) times the clipped gradient."""
+    """Measured through momentum: after one step it is (1 - beta1) times the clipped gradient."""
     parameters = [weight(1.0, 1.0), weight(1.0)]
     unused = weight(1.0)
     optimizer = kahan(*parameters, unused)
@@ -239,7 +239,7 @@ def test_gradients_too_small_for_fp16_survive_through_the_scale() -> None:
 
 
 def test_a_trainer_in_pure_fp16_learns_as_one_in_fp32(tmp_path: Path) -> None:
-    """On the CPU, where `decide` does not offer it: slow, but the same path."""
+    """On the CPU, where it cannot be chosen: slow, but the same code."""
     source = save_tiny(tmp_path / "tiny")
     family = open_family(str(source))
     steps = draw_steps(family, 6)

@@ -1,4 +1,4 @@
-"""One decision about numbers: what each device gets, what is refused, and that the reason says so."""
+"""Choice of the precision: devices, rejected settings, and the reason in the message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every precision on a true card, with what fp16 stumbles over: recomputed layers and modules trained in full."""
+"""Every precision on a real GPU, with recomputed layers and modules trained in full."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_losses_come_out_of_accelerate_as_fp32_sums(name: PrecisionName, make: M
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_norm_is_that_of_fp32(name: PrecisionName, make: Make) -> None:
-    """Clipping sees unscaled gradients, whoever scales."""
+    """Clipping uses unscaled gradients, whatever scales them."""
 
     def first_norm(trainer: Trainer) -> float:
         [step] = draw_steps(trainer.family, 1)
@@ -136,7 +136,7 @@ def test_the_optimizer_gives_the_same_bits_every_time(name: PrecisionName) -> No
 
 
 def test_adamw_is_fused_and_keeps_its_steps_on_the_card(make: Make) -> None:
-    """Where a checkpoint has to put them back to."""
+    """A checkpoint has to restore them there."""
     trainer = make("bf16")
     [step] = draw_steps(trainer.family, 1)
     trainer.train_step(step, weights_of(trainer), 1e-3)

@@ -1,4 +1,4 @@
-"""Preflight: every failure is provoked on a tiny real model, and a run that passes is not changed by a bit."""
+"""Preflight: every failure on a tiny real model, and no effect on a run that passes."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ CPU = torch.device("cpu")
 
 
 class Late(HiggsV2):
-    """Teaches frame t + 2."""
+    """Family that learns frame t + 2."""
 
     def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         return super().collate(sequences, offset=offset + 1)
 
 
 class Copying(HiggsV2):
-    """Teaches what is read."""
+    """Family that learns the frame it reads."""
 
     def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         return super().collate(sequences, offset=offset - 1)
 
 
 class Stubborn(HiggsV2):
-    """Does not listen to where the labels should be."""
+    """Family that ignores the offset of the labels."""
 
     def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         del offset
@@ -67,7 +67,7 @@ class Stubborn(HiggsV2):
 
 
 class Losing(HiggsV2):
-    """Forgets the labels of a codebook."""
+    """Family that loses the labels of a codebook."""
 
     def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         lame = [replace(s, code_labels=np.where(np.arange(8) == 3, IGNORE_INDEX, s.code_labels)) for s in sequences]
@@ -75,7 +75,7 @@ class Losing(HiggsV2):
 
 
 class Mute(HiggsV2):
-    """Masks every label."""
+    """Family that masks every label."""
 
     def render(self, conversation: Conversation, **how: Any) -> RenderedSequence:
         rendered = super().render(conversation, **how)
@@ -83,7 +83,7 @@ class Mute(HiggsV2):
 
 
 class Greedy(HiggsV2):
-    """Learns the prompt too."""
+    """Family that learns the prompt too."""
 
     def render(self, conversation: Conversation, **how: Any) -> RenderedSequence:
         rendered = super().render(conversation, **how)
@@ -91,7 +91,7 @@ class Greedy(HiggsV2):
 
 
 class Endless(HiggsV2):
-    """Masks the ends of stream, as transformers' processor does."""
+    """Family that masks the ends of stream, as transformers' processor does."""
 
     def render(self, conversation: Conversation, **how: Any) -> RenderedSequence:
         rendered = super().render(conversation, **how)
@@ -101,7 +101,7 @@ class Endless(HiggsV2):
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model, the same after a little full training, clips to learn and others to be judged by."""
+    """Make a random model, the same after a little full training, clips to learn and others to evaluate on."""
     folder = tmp_path_factory.mktemp("workspace")
     save_tiny_model(folder / "model")
     write_recordings(folder / "recordings")
@@ -136,7 +136,7 @@ def trainer_for(recipe: Recipe, family: HiggsV2) -> Trainer:
 
 
 def teach(workspace: Path, kind: type[HiggsV2], out: Path, steps: int) -> None:
-    """Full training as if for a published model."""
+    """Train a model in full, as a stand-in for a published one."""
     chosen = recipe(workspace, "model", adapt={"mode": "full"}, train={"learning_rate": 5e-3})
     family = opened(kind, workspace / "model")
     trainer, loader = trainer_for(chosen, family), make_loader(chosen, family, workspace / "prepared")
@@ -161,8 +161,8 @@ def same(before: dict[str, Any], after: dict[str, Any]) -> bool:
     )
 
 
-class Flight:
-    """Everything preflight wants, made as the loop makes it."""
+class PreflightArguments:
+    """Arguments of the preflight, made as the loop makes them."""
 
     def __init__(self, chosen: Recipe, folder: Path, kind: type[HiggsV2] = HiggsV2) -> None:
         self.recipe, self.folder, self.said = chosen, folder, list[str]()
@@ -192,7 +192,7 @@ class Flight:
         return f"{caught.value.what}\n{caught.value.hint}"
 
     def state(self) -> dict[str, Any]:
-        """All that a training depends on."""
+        """Return everything that a training depends on."""
         trainer = self.trainer
         return {
             "weights": {name: own(tensor).clone() for name, tensor in trainer.objective.state_dict().items()},
@@ -210,14 +210,14 @@ class Flight:
 
 
 @pytest.fixture
-def flight(workspace: Path, tmp_path: Path) -> Callable[..., Flight]:
-    def make(base: str = "taught", kind: type[HiggsV2] = HiggsV2, **changes: dict[str, Any]) -> Flight:
-        return Flight(recipe(workspace, base, **changes), tmp_path, kind)
+def flight(workspace: Path, tmp_path: Path) -> Callable[..., PreflightArguments]:
+    def make(base: str = "taught", kind: type[HiggsV2] = HiggsV2, **changes: dict[str, Any]) -> PreflightArguments:
+        return PreflightArguments(recipe(workspace, base, **changes), tmp_path, kind)
 
     return make
 
 
-Make = Callable[..., Flight]
+Make = Callable[..., PreflightArguments]
 
 
 # What passes
@@ -337,7 +337,7 @@ def test_random_weights_that_are_meant_pass_and_it_is_said(flight: Make) -> None
 
 
 def test_a_copy_task_is_too_easy(workspace: Path, flight: Make, tmp_path: Path) -> None:
-    """A model that was trained to copy finds its labels in place, but nothing left to learn."""
+    """A model that was trained to copy finds its labels in place, but has nothing left to learn."""
     teach(workspace, Copying, tmp_path / "copier", steps=30)
     copier = {"source": str(tmp_path / "copier"), "check_pretrained": True}
     it = flight(kind=Copying, model=copier)
@@ -374,7 +374,7 @@ def test_a_model_that_sees_its_own_future_is_refused(flight: Make, monkeypatch: 
 
 
 def test_packed_sequences_that_see_one_another_are_refused(flight: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with an all-ones mask: causal, but over the whole row."""
+    """Attention as with an all-ones mask: causal, but over the whole row."""
     apart = attention.packed_causal_attention
     monkeypatch.setattr(forward, "packed_causal_attention", lambda q, k, v, lengths: apart(q, k, v, (sum(lengths),)))
     told = flight("model").refused()
@@ -394,7 +394,7 @@ def test_codes_that_do_not_arrive_are_noticed(flight: Make, monkeypatch: pytest.
 
 
 def deaf_to_text(family: Any) -> Any:
-    """All text the same, so that only codes could tell."""
+    """Replaces all text by one token, so that only codes can tell."""
     plain = family.collate
 
     def collate(sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
@@ -426,7 +426,7 @@ def test_evaluation_that_is_trained_on_is_refused_by_sound_and_by_words(
 
 
 def test_a_reference_with_the_sound_of_its_target_is_refused(workspace: Path, flight: Make, tmp_path: Path) -> None:
-    """The same recording in two files that differ, as a re-export does."""
+    """Two different files hold the same recording, as after a new export."""
     source = tmp_path / "twins" / "robin"
     for name, subtype in (("one", "PCM_16"), ("two", "PCM_24")):
         source.mkdir(parents=True, exist_ok=True)
@@ -453,7 +453,7 @@ def test_wrong_labels_are_refused_with_their_cause(flight: Make, kind: type[Higg
 
 def test_a_row_that_would_cut_an_end_is_refused(workspace: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"would lose its end-of-stream\n.*--set data\.row_tokens="):
-        Flight(recipe(workspace, data={"row_tokens": 100}), tmp_path)
+        PreflightArguments(recipe(workspace, data={"row_tokens": 100}), tmp_path)
 
 
 # Trainable parameters
@@ -557,7 +557,7 @@ def test_two_ranks_agree_and_one_that_fails_stops_both(workspace: Path, tmp_path
 
 
 class MuteOnOne(Mute):
-    """Masks every label of rank 1's."""
+    """Family that masks every label of rank 1."""
 
     def render(self, conversation: Conversation, **how: Any) -> RenderedSequence:
         if torch.distributed.get_rank() == 1:
@@ -566,10 +566,10 @@ class MuteOnOne(Mute):
 
 
 def as_rank(workspace: Path, out: Path) -> None:
-    """What one of two processes does: DDP with a LoRA, FSDP with full training, and a failure of one alone."""
+    """Run one of two processes: DDP with a LoRA, FSDP with full training, and a failure of one process."""
     told: dict[str, Any] = {}
     for mode in ("comprehensive", "full"):
-        it = Flight(recipe(workspace, adapt={"mode": mode}), out)
+        it = PreflightArguments(recipe(workspace, adapt={"mode": mode}), out)
         before = it.state()
         it.take()
         untouched = same(before, it.state())
@@ -577,7 +577,7 @@ def as_rank(workspace: Path, out: Path) -> None:
         tally, _ = it.trainer.train_step(passes, term_weights(it.trainer.family.loss_terms, it.recipe.loss), 1e-3)
         told[mode] = {"untouched": untouched, "loss": tally.sums.tolist(), "before": it.said[3]}
     try:
-        Flight(recipe(workspace), out, MuteOnOne).take()
+        PreflightArguments(recipe(workspace), out, MuteOnOne).take()
     except TrainingError as error:
         told["failure"] = str(error)
     (out / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(told))

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: layers are computed again in the backward pass, and every gradient stays the same bits."""
+"""Gradient checkpointing: recomputed layers give the same gradients, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.train.resume_helper import make_workspace, recipe_for
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With four layers, of which every second is not every one."""
+    """Model of four layers, so that every second layer is not every layer."""
     folder = make_workspace(tmp_path_factory.mktemp("workspace"))
     save_tiny(folder / "deep", hidden=32, layers=4)
     return folder
@@ -84,7 +84,7 @@ def test_gradients_are_the_same(workspace: Path, adapt: dict[str, Any]) -> None:
 
 
 def test_gradients_of_fast_layers_are_the_same(workspace: Path) -> None:
-    """Though what a whole layer leaves to the next to add, a recomputed one is given in one."""
+    """A recomputed layer gets its input in one piece instead of a pending addition."""
     plain, _ = gradients(workspace, "none", {}, fast=True)
     for checkpointing, extra in (("full", 4), (2, 2)):
         found, runs = gradients(workspace, checkpointing, {}, fast=True)
@@ -93,8 +93,8 @@ def test_gradients_of_fast_layers_are_the_same(workspace: Path) -> None:
             assert torch.equal(found[name], gradient), (checkpointing, name)
 
 
-class Seen:
-    """What was said, and how many layers every step recomputed."""
+class RecomputeObserver:
+    """Observer that keeps messages and the number of layers recomputed in every step."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -110,11 +110,13 @@ class Seen:
         self.losses.append(row.get("loss", math.nan))
 
 
-def run(workspace: Path, folder: Path, patch: pytest.MonkeyPatch, *, dry_run: bool = False, **how: Any) -> Seen:
+def run(
+    workspace: Path, folder: Path, patch: pytest.MonkeyPatch, *, dry_run: bool = False, **how: Any
+) -> RecomputeObserver:
     recipe = recipe_for(
         workspace, model={"source": str(workspace / "deep"), "check_pretrained": False}, train={"steps": 2} | how
     )
-    seen, learn = Seen(), Trainer.train_step
+    seen, learn = RecomputeObserver(), Trainer.train_step
 
     def note(self: Trainer, *given: Any) -> Any:
         seen.recomputed.append(self.accelerator.unwrap_model(self.objective).recompute)
@@ -127,7 +129,7 @@ def run(workspace: Path, folder: Path, patch: pytest.MonkeyPatch, *, dry_run: bo
 
 
 def total(said: list[str]) -> int:
-    """Bytes in all, from the table."""
+    """Total bytes, from the table."""
     number, unit = next(line for line in said if line.startswith("  in all")).split()[2:4]
     return int(float(number) * 2 ** {"MiB": 20, "GiB": 30}[unit])
 

@@ -1,4 +1,4 @@
-"""A run that is killed and goes on is the run that never stopped, bit for bit."""
+"""A run that is killed and resumed equals the run that never stopped, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from myna.core.errors import TrainingError
 from myna.core.run_folder import checkpoint_folder, checkpoint_steps
 from myna.train.run import Run
 from tests.train.resume_helper import (
-    Nursery,
+    TrainingForks,
     contents,
     count_rows,
     kill,
@@ -28,9 +28,9 @@ KILLS = 20
 
 
 @pytest.fixture(scope="module")
-def nursery(workspace: Path) -> Iterator[Nursery]:
-    with Nursery(workspace, workspace / "nursery.log") as nursery:
-        yield nursery
+def forks(workspace: Path) -> Iterator[TrainingForks]:
+    with TrainingForks(workspace, workspace / "forks.log") as forks:
+        yield forks
 
 
 def dump(recipe: Recipe) -> dict[str, Any]:
@@ -61,20 +61,20 @@ def assert_equal_runs(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_twenty_random_moments(workspace: Path, nursery: Nursery, tmp_path: Path) -> None:
+def test_killed_at_twenty_random_moments(workspace: Path, forks: TrainingForks, tmp_path: Path) -> None:
     recipe, dice = everything(workspace, steps=60), random.Random(20)
-    assert nursery.train(tmp_path / "whole", recipe=dump(recipe)) == 0
+    assert forks.train(tmp_path / "whole", recipe=dump(recipe)) == 0
 
     folder = tmp_path / "killed"
-    pid = nursery.start(folder, recipe=dump(recipe))
+    pid = forks.start(folder, recipe=dump(recipe))
     for number in range(KILLS):
         # Every fifth while it starts, the others somewhere in a step, an evaluation or a save.
         rows = 0 if number % 5 == 4 else count_rows(folder) + dice.randint(1, 3)
         wait_for_rows(folder, rows)
         kill(pid, signal.SIGKILL, dice)
-        assert nursery.wait() == -signal.SIGKILL, f"it was finished before kill {number}"
-        pid = nursery.start(folder, settings=[f"data.workers={dice.choice((0, 1, 3))}"])
-    assert nursery.wait() == 0
+        assert forks.wait() == -signal.SIGKILL, f"it was finished before kill {number}"
+        pid = forks.start(folder, settings=[f"data.workers={dice.choice((0, 1, 3))}"])
+    assert forks.wait() == 0
     assert_equal_runs(tmp_path / "whole", folder)
 
 
@@ -83,29 +83,29 @@ FULL = {"mode": "full", "freeze": ["text_ffn"]}
 
 
 @pytest.mark.parametrize("adapt", [pytest.param({"dora": True}, marks=pytest.mark.slow), FULL], ids=["dora", "full"])
-def test_killed_within_a_save(workspace: Path, nursery: Nursery, tmp_path: Path, adapt: dict[str, Any]) -> None:
+def test_killed_within_a_save(workspace: Path, forks: TrainingForks, tmp_path: Path, adapt: dict[str, Any]) -> None:
     recipe = recipe_for(
         workspace,
         data={"pack": False},
         adapt=adapt | ({"rank": 16, "alpha": 32} if adapt is FULL else {}),
         train={"steps": None, "epochs": 5, "save_every": 2, "keep_checkpoints": 1, "weight_decay": 0.1},
     )
-    assert nursery.train(tmp_path / "whole", recipe=dump(recipe)) == 0
+    assert forks.train(tmp_path / "whole", recipe=dump(recipe)) == 0
 
     folder = tmp_path / "killed"
-    assert nursery.train(folder, recipe=dump(recipe), deadly=("fsync", 2)) == -signal.SIGKILL
+    assert forks.train(folder, recipe=dump(recipe), deadly=("fsync", 2)) == -signal.SIGKILL
     assert checkpoint_steps(Run.open(folder)) == [], "a first checkpoint without its name is none"
     for moment in MOMENTS:
-        assert nursery.train(folder, deadly=moment) == -signal.SIGKILL, moment
-    assert nursery.train(folder) == 0
+        assert forks.train(folder, deadly=moment) == -signal.SIGKILL, moment
+    assert forks.train(folder) == 0
     assert_equal_runs(tmp_path / "whole", folder)
 
 
-def test_a_finished_run_says_so_and_stays_as_it_is(workspace: Path, nursery: Nursery, tmp_path: Path) -> None:
+def test_a_finished_run_says_so_and_stays_as_it_is(workspace: Path, forks: TrainingForks, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    assert nursery.train(folder, recipe=dump(recipe_for(workspace, train={"steps": 2}))) == 0
+    assert forks.train(folder, recipe=dump(recipe_for(workspace, train={"steps": 2}))) == 0
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert nursery.train(folder) == 0
+    assert forks.train(folder) == 0
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 

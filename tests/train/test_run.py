@@ -1,4 +1,4 @@
-"""A run folder: made once, never overwritten, and enough to train or speak again."""
+"""Run folders: made once, never overwritten, and enough to train or speak again."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_one_holder_at_a_time_and_nothing_left_but_the_lock(tmp_path: Path) -> N
 
 
 def test_a_killed_holder_is_not_named_by_the_next(tmp_path: Path) -> None:
-    """What it wrote stays, and says nothing: the lock itself decides."""
+    """The file it wrote stays and is ignored: only the lock decides."""
     (tmp_path / ".lock").touch()
     (tmp_path / ".lock.json").write_text('{"host": "gone", "pid": 1, "since": "2026-01-01 00:00:00"}')
     with lock_run(tmp_path, new=True):

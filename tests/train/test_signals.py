@@ -1,4 +1,4 @@
-"""Asked to stop, a training saves where it stands, and goes on as if nobody had asked."""
+"""A training that is asked to stop saves its state and resumes as if it had not stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from myna.core.run_folder import checkpoint_steps
 from myna.train.loop import _stop_on_signal
 from myna.train.run import Run
 from tests.train.resume_helper import (
-    Nursery,
+    TrainingForks,
     contents,
     count_rows,
     kill,
@@ -32,20 +32,20 @@ def test_a_stopped_run_goes_on_to_the_same_result(workspace: Path, tmp_path: Pat
         train={"steps": 200, "save_every": 50, "evaluate_every": 7, "early_stopping_patience": 50},
     ).model_dump(mode="json")
     whole, stopped, dice = tmp_path / "whole", tmp_path / "stopped", random.Random(0)
-    with Nursery(workspace, tmp_path / "log") as nursery:
-        assert nursery.train(whole, recipe=recipe) == 0
-        pid = nursery.start(stopped, recipe=recipe)
+    with TrainingForks(workspace, tmp_path / "log") as forks:
+        assert forks.train(whole, recipe=recipe) == 0
+        pid = forks.start(stopped, recipe=recipe)
         for number in (signal.SIGTERM, signal.SIGINT):
             wait_for_rows(stopped, count_rows(stopped) + 4)
             kill(pid, number, dice)
-            assert nursery.wait() == 0
+            assert forks.wait() == 0
             step = checkpoint_steps(Run.open(stopped))[-1]
             said = (stopped / "log.txt").read_text().splitlines()[-1]
             assert said.startswith(f"stopped after step {step} as asked") and f"--resume {stopped}" in said
             assert f'"step": {step},' in metrics(stopped)[-1], "every step that was taken is kept"
             assert not (stopped / "adapter").exists()
-            pid = nursery.start(stopped)
-        assert nursery.wait() == 0
+            pid = forks.start(stopped)
+        assert forks.wait() == 0
     assert metrics(stopped) == metrics(whole)
     assert contents(stopped / "adapter") == contents(whole / "adapter")
 

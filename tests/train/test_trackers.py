@@ -1,4 +1,4 @@
-"""Sounds and pictures reach the trackers, each in its own words."""
+"""Audio and pictures reach every tracker through its own functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from myna.train.callbacks import LoggedSample, log_samples
 SAMPLE = LoggedSample("line", np.zeros(240, np.float32), 24_000, np.zeros((96, 1, 3), np.uint8))
 
 
-class Notebook:
-    """Any tracker's own object: keeps every call."""
+class FakeTracker:
+    """Object of any tracker that keeps every call."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
@@ -24,8 +24,8 @@ class Notebook:
         return lambda *given, **named: self.calls.append((name, given, named))
 
 
-def shown(name: str) -> Notebook:
-    notebook = Notebook()
+def shown(name: str) -> FakeTracker:
+    notebook = FakeTracker()
     accelerator: Any = SimpleNamespace(trackers=[SimpleNamespace(name=name, tracker=notebook)])
     log_samples(accelerator, [SAMPLE], 20)
     return notebook
