@@ -177,5 +177,5 @@ def test_nothing_is_written_over_what_is_there(workspace: Path) -> None:
 
 
 def test_a_device_that_does_not_exist_is_named(workspace: Path) -> None:
-    with pytest.raises(MynaError, match="device `gpu` is not to be had"):
+    with pytest.raises(MynaError, match="device `gpu` is not available"):
         myna("speak", "hi", "--model", workspace / "model", "--device", "gpu", "-o", workspace / "x.wav")

@@ -138,10 +138,10 @@ def test_a_model_that_answers_passes_the_checks_that_apply(answering: Path, tmp_
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_passes_within_its_tolerances(speaking: Path, dtype: torch.dtype) -> None:
-    subject = load_verified(speaking, base=None, codec=None, device="cpu", quick=True)
-    subject.model, subject.dtype = subject.model.to(dtype), dtype
+    verified = load_verified(speaking, base=None, codec=None, device="cpu", quick=True)
+    verified.model, verified.dtype = verified.model.to(dtype), dtype
     for check in (checks.check_forward, checks.check_packed, checks.check_generate):
-        finding = check(subject)
+        finding = check(verified)
         assert finding.passed, finding
 
 
@@ -153,13 +153,13 @@ def test_gradients_of_deep_models_are_rounded_more(tmp_path: Path) -> None:
         folder = save_tiny(tmp_path / str(layers), hidden=128, layers=layers)
         gradients = {}
         for dtype in (torch.float32, torch.bfloat16):
-            subject = load_verified(folder, base=None, codec=None, device="cpu", quick=True)
-            for parameter in subject.model.parameters():
+            verified = load_verified(folder, base=None, codec=None, device="cpu", quick=True)
+            for parameter in verified.model.parameters():
                 parameter.data *= (3072 / 128) ** 0.5 if parameter.dim() > 1 else 1
-            subject.model, subject.dtype = subject.model.to(torch.bfloat16).to(dtype), dtype
+            verified.model, verified.dtype = verified.model.to(torch.bfloat16).to(dtype), dtype
             torch.manual_seed(0)
-            objective = subject.family.objective(checks.make_learner(subject))
-            _, gradients[dtype] = checks.train_pass(subject, objective, subject.family.collate(subject.sequences))
+            objective = verified.family.objective(checks.make_learner(verified))
+            _, gradients[dtype] = checks.train_pass(verified, objective, verified.family.collate(verified.sequences))
         apart = checks.gradient_differences(gradients[torch.bfloat16], gradients[torch.float32])
         rounding[layers] = max(apart.values())
     assert rounding[28] > 1.4 * rounding[checks.TOLERATED_LAYERS], "it grows with the depth"
@@ -474,20 +474,20 @@ def test_an_exception_fails_its_check_and_the_others_are_run(speaking: Path, mon
 def test_on_an_accelerator_other_bits_are_reported_and_other_probabilities_fail(
     speaking: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = load_verified(speaking, base=None, codec=None, device="cpu", quick=True)
-    subject.device = torch.device("mps")  # by its name alone: the model stays where it is
-    assert checks.check_alone(subject) == replace(checks.check_alone(subject), status="passed", difference=0.0)
+    verified = load_verified(speaking, base=None, codec=None, device="cpu", quick=True)
+    verified.device = torch.device("mps")  # by its name alone: the model stays where it is
+    assert checks.check_alone(verified) == replace(checks.check_alone(verified), status="passed", difference=0.0)
     with monkeypatch.context() as patched:
         sampler_that_sees_its_neighbours(patched, share=1.0)
-        assert not checks.check_alone(subject).passed
+        assert not checks.check_alone(verified).passed
     monkeypatch.setitem(checks.LOG_PROB_TOLERANCES, torch.float32, 100.0)
     sampler_that_sees_its_neighbours(monkeypatch, share=1.0)
-    finding = checks.check_alone(subject)
+    finding = checks.check_alone(verified)
     assert finding.passed and "reported, not judged" in finding.message and "mps has no exact batch" in finding.message
     assert finding.difference is not None and finding.difference > 0
-    subject.device = torch.device("cuda")
-    assert checks.check_alone(subject).passed
-    assert not checks._equality(subject, 0.99, "codes").passed, "CUDA has exact batches"
+    verified.device = torch.device("cuda")
+    assert checks.check_alone(verified).passed
+    assert not checks._equality(verified, 0.99, "codes").passed, "CUDA has exact batches"
 
 
 # The command and its files

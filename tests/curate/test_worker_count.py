@@ -36,5 +36,5 @@ def test_workers_fit_cores_and_memory_and_the_gpu(
 
 def test_a_gpu_that_is_not_there_is_told_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="`cuda` is not to be had"):
+    with pytest.raises(ConfigError, match="`cuda` is not available"):
         default_workers("cuda")

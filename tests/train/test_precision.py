@@ -105,5 +105,5 @@ def test_the_probe_believes_results_and_not_promises(monkeypatch: pytest.MonkeyP
 def test_a_device_that_is_not_there_is_refused() -> None:
     assert pick_device("cpu") == CPU
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="not to be had"):
+        with pytest.raises(ConfigError, match="not available"):
             pick_device("cuda")

@@ -142,31 +142,31 @@ class SpokenCodes:
         return GreedyChoices(self.codes.astype(np.int64), self.stopped)
 
 
-def greedy_choices(subject: VerifiedModel) -> list[GreedyChoices]:
+def greedy_choices(verified: VerifiedModel) -> list[GreedyChoices]:
     """Generate the answer to each prompt by itself, greedily."""
-    if isinstance(subject.family, AnsweringFamily):
-        answers = [subject.family.greedy_ids(subject.model, prompt, subject.frames) for prompt in subject.prompts]
+    if isinstance(verified.family, AnsweringFamily):
+        answers = [verified.family.greedy_ids(verified.model, prompt, verified.frames) for prompt in verified.prompts]
         return [GreedyChoices(np.array(ids, np.int64).reshape(-1, 1), stopped) for ids, stopped in answers]
     return [
         one.choices
-        for prompt in subject.prompts
-        for one in speak_together(subject, [prompt], [subject.frames], 1, sampling=GREEDY)
+        for prompt in verified.prompts
+        for one in speak_together(verified, [prompt], [verified.frames], 1, sampling=GREEDY)
     ]
 
 
-def adapter_choices(subject: VerifiedModel, matrices: LoraMatrices) -> list[GreedyChoices]:
+def adapter_choices(verified: VerifiedModel, matrices: LoraMatrices) -> list[GreedyChoices]:
     """Generate greedily with an adapter in a slot beside the base model, in every second row of a batch."""
-    family, _ = subject.speaking
-    slots = family.adapter_slots(subject.model, 1, max(len(a) for a, _ in matrices.values()))
+    family, _ = verified.speaking
+    slots = family.adapter_slots(verified.model, 1, max(len(a) for a, _ in matrices.values()))
     slots.load("adapter", matrices)
-    prompts = [prompt for prompt in subject.prompts for _ in range(2)]
-    caps, names = [subject.frames] * len(prompts), ["adapter", ""] * len(subject.prompts)
-    rows = speak_together(subject, prompts, caps, len(prompts), sampling=GREEDY, slots=slots, adapters=names)
+    prompts = [prompt for prompt in verified.prompts for _ in range(2)]
+    caps, names = [verified.frames] * len(prompts), ["adapter", ""] * len(verified.prompts)
+    rows = speak_together(verified, prompts, caps, len(prompts), sampling=GREEDY, slots=slots, adapters=names)
     return [one.choices for one in rows[::2]]
 
 
 def speak_together(
-    subject: VerifiedModel,
+    verified: VerifiedModel,
     prompts: Sequence[RenderedSequence],
     caps: Sequence[int],
     rows: int,
@@ -176,9 +176,9 @@ def speak_together(
     adapters: Sequence[str] = (),
 ) -> list[SpokenCodes]:
     """Speak prompts in one batch of a number of rows, with room for `max_frames`; each with its adapter, if named."""
-    family, _ = subject.speaking
-    positions = max(map(len, subject.prompts)) + max(*caps, max_frames) + SPARE_POSITIONS
-    decoder = family.speech_decoder(subject.model, rows, positions, slots, exact=subject.is_exact)
+    family, _ = verified.speaking
+    positions = max(map(len, verified.prompts)) + max(*caps, max_frames) + SPARE_POSITIONS
+    decoder = family.speech_decoder(verified.model, rows, positions, slots, exact=verified.is_exact)
     scheduler = BatchScheduler(decoder)
     generations = [
         scheduler.submit(prompt, sampling or request_sampling(family.sampling, prompt.id), cap, adapter)

@@ -95,13 +95,13 @@ def run_verification(
 ) -> Certificate:
     """Run every check of a model. `base` replaces the base model that a run or an adapter names."""
     progress("verify", 0, len(CHECKS))
-    subject = load_verified(source, base=base, codec=codec, device=device, quick=quick)
-    checks = tuple(run_checks(CHECKS, subject, stage="verify", progress=progress))
+    verified = load_verified(source, base=base, codec=codec, device=device, quick=quick)
+    checks = tuple(run_checks(CHECKS, verified, stage="verify", progress=progress))
     return Certificate(
         source=os.fspath(source),
-        family=subject.family.name,
-        device=_device_name(subject.device),
-        dtype=str(subject.dtype).removeprefix("torch."),
+        family=verified.family.name,
+        device=_device_name(verified.device),
+        dtype=str(verified.dtype).removeprefix("torch."),
         quick=quick,
         versions=_versions(),
         checks=checks,

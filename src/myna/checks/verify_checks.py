@@ -63,27 +63,27 @@ MIN_LEVEL = 1e-4
 """Root-mean-square level below which decoded audio counts as silence: -80 dB."""
 
 
-def check_merged(subject: VerifiedModel) -> Check:
+def check_merged(verified: VerifiedModel) -> Check:
     """the adapter on its base, and the merged model: logits, and greedy codes of the adapter in rows of a batch"""
-    model = subject.model
-    if not isinstance(model, PeftModel) or subject.adapter is None:
+    model = verified.model
+    if not isinstance(model, PeftModel) or verified.adapter is None:
         raise CheckSkipped("there is no adapter: this is a whole model")
     with model.disable_adapter():
-        base = probe_logits(subject.family, model)
-    adapted = probe_logits(subject.family, model)
-    matrices, note = _row_matrices(subject, subject.adapter)
+        base = probe_logits(verified.family, model)
+    adapted = probe_logits(verified.family, model)
+    matrices, note = _row_matrices(verified, verified.adapter)
     if matrices is not None:
-        subject.model = model.unload()
+        verified.model = model.unload()
     try:
-        choices = adapter_choices(subject, matrices) if matrices is not None else []
+        choices = adapter_choices(verified, matrices) if matrices is not None else []
     finally:
-        subject.model = merge_lora(model if matrices is None else load_adapter(subject.model, subject.adapter))
-    check = compare_merged(base, adapted, probe_logits(subject.family, subject.model), subject.dtype)
+        verified.model = merge_lora(model if matrices is None else load_adapter(verified.model, verified.adapter))
+    check = compare_merged(base, adapted, probe_logits(verified.family, verified.model), verified.dtype)
     if check.problem is not None:
         return _finding(False, check.problem, check.largest_difference, check.tolerance)
     if choices:
         try:
-            spoken = _compare_choices(subject, choices)
+            spoken = _compare_choices(verified, choices)
         except CheckSkipped as reason:
             note = f"in rows of a batch {reason}"
         else:
@@ -94,27 +94,27 @@ def check_merged(subject: VerifiedModel) -> Check:
     return _finding(True, f"{detail}; {note}" if note else detail, check.largest_difference, check.tolerance)
 
 
-def _row_matrices(subject: VerifiedModel, adapter: Path) -> tuple[LoraMatrices | None, str]:
+def _row_matrices(verified: VerifiedModel, adapter: Path) -> tuple[LoraMatrices | None, str]:
     """Return the adapter's matrices for rows of a batch, or the reason why it can only be merged."""
-    if not isinstance(subject.family, SpeakingFamily):
+    if not isinstance(verified.family, SpeakingFamily):
         return None, ""
     try:
-        return read_lora_matrices(subject.family, adapter), ""
+        return read_lora_matrices(verified.family, adapter), ""
     except CheckpointError:
         raise
     except ModelError as error:
         return None, f"not in rows of a batch: {error.what}"
 
 
-def check_forward(subject: VerifiedModel) -> Check:
+def check_forward(verified: VerifiedModel) -> Check:
     """training forward, and transformers' own: losses by stream and all logits"""
-    family, largest, worst_logit, worst = subject.family, 0.0, 0.0, (0.0, "", 0.0, 0.0)
-    objective = family.objective(subject.model).eval()
-    for sequence in subject.sequences:
+    family, largest, worst_logit, worst = verified.family, 0.0, 0.0, (0.0, "", 0.0, 0.0)
+    objective = family.objective(verified.model).eval()
+    for sequence in verified.sequences:
         batch = family.collate([sequence])
-        with torch.no_grad(), _recorded_logits(subject) as recorded:
-            sums = objective(batch.to(subject.device)).sums.double().cpu()
-        theirs, ours = family.transformers_forward(subject.model, sequence), torch.cat(recorded)
+        with torch.no_grad(), _recorded_logits(verified) as recorded:
+            sums = objective(batch.to(verified.device)).sums.double().cpu()
+        theirs, ours = family.transformers_forward(verified.model, sequence), torch.cat(recorded)
         if ours.shape != theirs.logits.shape or not (
             torch.isfinite(ours).all() and torch.isfinite(theirs.logits).all()
         ):
@@ -123,7 +123,7 @@ def check_forward(subject: VerifiedModel) -> Check:
         worst_logit = max(worst_logit, float((ours - theirs.logits).abs().max()))
         for stream, our, their in zip(family.loss_terms, sums.tolist(), theirs.sums.tolist(), strict=True):
             worst = max(worst, (_relative(our, their), f"{stream} of {sequence.id!r}", our, their))
-    tolerance, loss_tolerance = LOGIT_TOLERANCES[subject.dtype], LOSS_TOLERANCES[subject.dtype]
+    tolerance, loss_tolerance = LOGIT_TOLERANCES[verified.dtype], LOSS_TOLERANCES[verified.dtype]
     share = worst_logit / largest
     if not worst[0] <= loss_tolerance:
         detail = f"the loss of {worst[1]} is {worst[2]:.6g}, by transformers {worst[3]:.6g}"
@@ -132,30 +132,30 @@ def check_forward(subject: VerifiedModel) -> Check:
     return _finding(share <= tolerance, detail, share, tolerance)
 
 
-def check_packed(subject: VerifiedModel) -> Check:
+def check_packed(verified: VerifiedModel) -> Check:
     """losses of sequences packed into one batch, and of each by itself"""
-    family = subject.family
-    objective = family.objective(subject.model).eval()
+    family = verified.family
+    objective = family.objective(verified.model).eval()
 
     def sums(sequences: Sequence[RenderedSequence]) -> list[float]:
         with torch.no_grad():
-            found: list[float] = objective(family.collate(sequences).to(subject.device)).sums.double().tolist()
+            found: list[float] = objective(family.collate(sequences).to(verified.device)).sums.double().tolist()
         return found
 
-    packed = sums(subject.sequences)
-    single = [sum(parts) for parts in zip(*(sums([one]) for one in subject.sequences), strict=True)]
-    return _compare_losses(family.loss_terms, packed, single, "packed", "one by one", LOSS_TOLERANCES[subject.dtype])
+    packed = sums(verified.sequences)
+    single = [sum(parts) for parts in zip(*(sums([one]) for one in verified.sequences), strict=True)]
+    return _compare_losses(family.loss_terms, packed, single, "packed", "one by one", LOSS_TOLERANCES[verified.dtype])
 
 
-def check_generate(subject: VerifiedModel) -> Check:
+def check_generate(verified: VerifiedModel) -> Check:
     """greedy choices, and those of transformers' own generate"""
-    return _compare_choices(subject, greedy_choices(subject))
+    return _compare_choices(verified, greedy_choices(verified))
 
 
-def _compare_choices(subject: VerifiedModel, choices: Sequence[GreedyChoices]) -> Check:
+def _compare_choices(verified: VerifiedModel, choices: Sequence[GreedyChoices]) -> Check:
     """Compare greedy choices for all prompts with transformers' `generate`, up to the first difference."""
     compared, complete, gap, largest, note = 0, 0, 0.0, 0.0, ""
-    for prompt, found, theirs in zip(subject.prompts, choices, subject.generated, strict=True):
+    for prompt, found, theirs in zip(verified.prompts, choices, verified.generated, strict=True):
         ours = found.choices
         if found.stopped:
             ours = np.concatenate([ours, np.full((1, theirs.choices.shape[1]), theirs.end)])
@@ -176,35 +176,35 @@ def _compare_choices(subject: VerifiedModel, choices: Sequence[GreedyChoices]) -
             if (apart := float(scores[they] - scores[we])) > gap:
                 gap = apart
                 note = f"; in {prompt.id!r} at step {first}, stream {stream}, {we} instead of {they}"
-    tolerance = LOGIT_TOLERANCES[subject.dtype]
+    tolerance = LOGIT_TOLERANCES[verified.dtype]
     share = gap / largest if largest else 0.0
     detail = f"{compared} steps are the same{note}"
     if note and share <= tolerance:
-        detail += f", whose logits differ by {gap:.2g} of {largest:.3g}: a tie in {_name(subject.dtype)}"
+        detail += f", whose logits differ by {gap:.2g} of {largest:.3g}: a tie in {_name(verified.dtype)}"
     if share <= tolerance and compared < MIN_STEPS and not complete:
         raise CheckSkipped(f"only {compared} steps could be compared: transformers chose ids that ours may not")
     return _finding(share <= tolerance, detail, share, tolerance)
 
 
-def check_alone(subject: VerifiedModel) -> Check:
+def check_alone(verified: VerifiedModel) -> Check:
     """each request by itself, and among others that join and leave: codes, log-probabilities and samples"""
-    if isinstance(subject.family, AnsweringFamily):
-        answers = subject.family.answer(subject.model, subject.prompts, subject.frames)
+    if isinstance(verified.family, AnsweringFamily):
+        answers = verified.family.answer(verified.model, verified.prompts, verified.frames)
         alike = [
-            subject.family.answer(subject.model, [prompt], subject.frames) == [answer]
-            for prompt, answer in zip(subject.prompts, answers, strict=True)
+            verified.family.answer(verified.model, [prompt], verified.frames) == [answer]
+            for prompt, answer in zip(verified.prompts, answers, strict=True)
         ]
-        return _equality(subject, sum(alike) / len(alike), "answers")
-    _, codec = subject.speaking
+        return _equality(verified, sum(alike) / len(alike), "answers")
+    _, codec = verified.speaking
     # With fewer rows than requests and different limits, some requests wait and rows are moved.
-    caps = [subject.frames - 3 * number for number in range(len(subject.prompts))]
+    caps = [verified.frames - 3 * number for number in range(len(verified.prompts))]
     rows = len(caps) - 1
-    crowd = speak_together(subject, subject.prompts, caps, rows)
+    crowd = speak_together(verified, verified.prompts, caps, rows)
     equal = total = compared = 0
-    worst, note, tolerance = 0.0, "", LOG_PROB_TOLERANCES[subject.dtype]
-    for prompt, cap, among in zip(subject.prompts, caps, crowd, strict=True):
+    worst, note, tolerance = 0.0, "", LOG_PROB_TOLERANCES[verified.dtype]
+    for prompt, cap, among in zip(verified.prompts, caps, crowd, strict=True):
         # An exact batch always has the same shape.
-        [alone] = speak_together(subject, [prompt], [cap], rows if subject.is_exact else 1, max(caps))
+        [alone] = speak_together(verified, [prompt], [cap], rows if verified.is_exact else 1, max(caps))
         count = min(len(alone.codes), len(among.codes))
         same = alone.codes[:count] == among.codes[:count]
         equal, total = equal + int(same.sum()), total + max(alone.codes.size, among.codes.size)
@@ -220,28 +220,28 @@ def check_alone(subject: VerifiedModel) -> Check:
         return _finding(False, "every request begins with other codes among others than by itself", 1.0, 0)
     if not worst <= tolerance:
         return _finding(False, f"log-probabilities of the same codes differ by {worst:.3g}{note}", worst, tolerance)
-    for prompt, among, samples in zip(subject.prompts, crowd, decode_together(codec, crowd), strict=True):
+    for prompt, among, samples in zip(verified.prompts, crowd, decode_together(codec, crowd), strict=True):
         if (finding := _compare_samples(samples, decode_together(codec, [among])[0], codec)) is not None:
             return replace(finding, message=f"{finding.message}, of {prompt.id!r} decoded among other streams")
     detail = f"codes{note}; log-probabilities differ by {worst:.2g}; samples of all streams are equal"
-    return _equality(subject, equal / total if total else 1.0, detail)
+    return _equality(verified, equal / total if total else 1.0, detail)
 
 
-def check_replay(subject: VerifiedModel) -> Check:
+def check_replay(verified: VerifiedModel) -> Check:
     """log-probabilities of sampled codes as reported, and of their replay through the training forward"""
-    family, _ = subject.speaking
-    objective = family.objective(subject.model).eval()
+    family, _ = verified.speaking
+    objective = family.objective(verified.model).eval()
     streams = [place for place, stream in enumerate(family.loss_terms) if stream.startswith("code")]
-    caps = [subject.frames] * len(subject.prompts)
-    spoken = speak_together(subject, subject.prompts, caps, len(caps))
+    caps = [verified.frames] * len(verified.prompts)
+    spoken = speak_together(verified, verified.prompts, caps, len(caps))
     worst, codes = (0.0, "", 0.0, 0.0), 0
     for number, one in enumerate(spoken):
         if not len(one.codes):
             continue
         target = AudioClip("replay", one.codes, target=True)
-        batch = family.collate([family.render(subject.speech(number, target))])
+        batch = family.collate([family.render(verified.speech(number, target))])
         with torch.no_grad():
-            sums = objective(batch.to(subject.device)).sums.double().cpu()[streams]
+            sums = objective(batch.to(verified.device)).sums.double().cpu()[streams]
         replayed, reported = -sums / len(one.log_probs), one.log_probs.astype(np.float64).mean(0)
         apart = np.abs(replayed.numpy() - reported)
         book = int(np.where(np.isfinite(apart), apart, np.inf).argmax())
@@ -251,7 +251,7 @@ def check_replay(subject: VerifiedModel) -> Check:
         codes += one.log_probs.size
     if not codes:
         raise CheckSkipped("the model ended at once, whatever it was asked to say")
-    tolerance = LOG_PROB_TOLERANCES[subject.dtype] / 2
+    tolerance = LOG_PROB_TOLERANCES[verified.dtype] / 2
     if not worst[0] <= tolerance:
         detail = f"the mean log-probability of {worst[1]} is reported as {worst[2]:.5g}, and {worst[3]:.5g} in a replay"
         return _finding(False, detail, worst[0], tolerance)
@@ -260,22 +260,22 @@ def check_replay(subject: VerifiedModel) -> Check:
     )
 
 
-def check_stream(subject: VerifiedModel) -> Check:
+def check_stream(verified: VerifiedModel) -> Check:
     """streamed samples, and those of the whole clip, bit for bit"""
-    family, codec = subject.speaking
+    family, codec = verified.speaking
     random = np.random.default_rng(0)
-    frames = 40 if subject.quick else 300
+    frames = 40 if verified.quick else 300
     codes = random.integers(0, codec.codebook_size, (frames, codec.codebooks)).astype(np.uint16)
     whole = codec.decode(codes)
-    chunkings = 3 if subject.quick else 8
+    chunkings = 3 if verified.quick else 8
     for _ in range(chunkings):
         cuts = np.sort(random.integers(0, frames + 1, int(random.integers(1, 12))))
         decoder = StreamDecoder(codec)
         parts = [decoder.decode(part) for part in np.split(codes, cuts)]
         if (finding := _compare_samples(np.concatenate([*parts, decoder.finish()]), whole, codec)) is not None:
             return replace(finding, message=f"{finding.message}, in chunks that end at {cuts.tolist()}")
-    engine = Engine(family, subject.model, codec)
-    sampling = replace(GREEDY, max_seconds=subject.frames / codec.frame_rate)
+    engine = Engine(family, verified.model, codec)
+    sampling = replace(GREEDY, max_seconds=verified.frames / codec.frame_rate)
     request = SpeechRequest(TEXTS[1], id="line", **asdict(sampling))
     [speech] = engine.speak([request])
     streamed = np.concatenate([np.zeros(0, np.float32), *engine.stream(request)])
@@ -284,10 +284,10 @@ def check_stream(subject: VerifiedModel) -> Check:
     return _finding(True, f"{chunkings} random chunkings of {frames} frames, and {len(speech.codes)} spoken ones", 0, 0)
 
 
-def check_codec(subject: VerifiedModel) -> Check:
+def check_codec(verified: VerifiedModel) -> Check:
     """a synthetic voiced sound, encoded and decoded"""
-    _, codec = subject.speaking
-    sound = voiced_sound(codec, seconds=1.0 if subject.quick else 3.0)
+    _, codec = verified.speaking
+    sound = voiced_sound(codec, seconds=1.0 if verified.quick else 3.0)
     codes = codec.encode(sound[None])[0]
     decoded, again = codec.decode(codes), codec.decode(codes)
     frames = len(sound) // codec.hop
@@ -314,20 +314,20 @@ def check_codec(subject: VerifiedModel) -> Check:
     )
 
 
-def check_fused(subject: VerifiedModel) -> Check:
+def check_fused(verified: VerifiedModel) -> Check:
     """losses and LoRA gradients of the fused training path, and of the plain one"""
-    family = subject.family
-    layers = get_base_model(subject.model).config.num_hidden_layers
-    learner = make_learner(subject)
-    batch = family.collate(subject.sequences)
-    plain, gradients = train_pass(subject, family.objective(learner), batch)
+    family = verified.family
+    layers = get_base_model(verified.model).config.num_hidden_layers
+    learner = make_learner(verified)
+    batch = family.collate(verified.sequences)
+    plain, gradients = train_pass(verified, family.objective(learner), batch)
     objective: Any = family.objective(learner, fused_lora=True)
     if not objective.fused:
-        raise CheckSkipped(f"{family.name} on {subject.device.type} has no fused layers: it trains on the plain path")
-    fused, fused_gradients = train_pass(subject, objective, batch)
-    tolerance = gradient_tolerance(subject.dtype, layers)
+        raise CheckSkipped(f"{family.name} on {verified.device.type} has no fused layers: it trains on the plain path")
+    fused, fused_gradients = train_pass(verified, objective, batch)
+    tolerance = gradient_tolerance(verified.dtype, layers)
     losses = _compare_losses(
-        family.loss_terms, fused.tolist(), plain.tolist(), "fused", "plain", LOSS_TOLERANCES[subject.dtype]
+        family.loss_terms, fused.tolist(), plain.tolist(), "fused", "plain", LOSS_TOLERANCES[verified.dtype]
     )
     if not losses.passed:
         return losses
@@ -338,9 +338,9 @@ def check_fused(subject: VerifiedModel) -> Check:
     return replace(losses, message=f"{losses.message}; gradients of {len(apart)} matrices by {apart[worst]:.1e}")
 
 
-def make_learner(subject: VerifiedModel) -> Any:
+def make_learner(verified: VerifiedModel) -> Any:
     """Return the model with a random LoRA."""
-    learner = make_trainable(get_base_model(subject.model), subject.family, AdaptSettings(rank=8))
+    learner = make_trainable(get_base_model(verified.model), verified.family, AdaptSettings(rank=8))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in learner.named_parameters():
         if "lora_B" in name:  # zero in a new LoRA, which would have no effect
@@ -394,10 +394,10 @@ def voiced_sound(codec: Codec, seconds: float) -> Samples:
 
 
 @contextmanager
-def _recorded_logits(subject: VerifiedModel) -> Iterator[list[torch.Tensor]]:
+def _recorded_logits(verified: VerifiedModel) -> Iterator[list[torch.Tensor]]:
     """Record the logits of every head in the order of computation, in fp32 on the CPU."""
-    core, found = get_base_model(subject.model), list[torch.Tensor]()
-    parts = subject.family.module_names(core).items()
+    core, found = get_base_model(verified.model), list[torch.Tensor]()
+    parts = verified.family.module_names(core).items()
     hooks = [
         core.get_submodule(name).register_forward_hook(
             lambda _module, _inputs, logits: found.append(logits.float().cpu().flatten())
@@ -413,10 +413,10 @@ def _recorded_logits(subject: VerifiedModel) -> Iterator[list[torch.Tensor]]:
             hook.remove()
 
 
-def train_pass(subject: VerifiedModel, objective: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def train_pass(verified: VerifiedModel, objective: Any, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss sums and the gradients of the trained weights."""
-    with subject.autocast():
-        losses: LossSums = objective.train()(batch.to(subject.device))
+    with verified.autocast():
+        losses: LossSums = objective.train()(batch.to(verified.device))
     torch.autograd.backward(losses.sums.sum())
     gradients = {}
     for name, parameter in objective.model.named_parameters():
@@ -452,11 +452,11 @@ def _compare_samples(found: Samples, expected: Samples, codec: Codec) -> Check |
     return _finding(False, f"samples differ from frame {first // codec.hop} on", apart, 0)
 
 
-def _equality(subject: VerifiedModel, share: float, detail: str) -> Check:
+def _equality(verified: VerifiedModel, share: float, detail: str) -> Check:
     """Require equality on a CPU and in an exact batch; elsewhere kernels may round differently by batch size."""
-    if subject.device.type == "cpu" or subject.is_exact or share == 1:
+    if verified.device.type == "cpu" or verified.is_exact or share == 1:
         return _finding(share == 1, f"{share:.2%} equal {detail}", 1 - share, 0)
-    reason = f"kernels round otherwise for other batch sizes, and {subject.device.type} has no exact batch"
+    reason = f"kernels round otherwise for other batch sizes, and {verified.device.type} has no exact batch"
     return _finding(True, f"{share:.2%} equal {detail}; reported, not judged: {reason}", 1 - share)
 
 

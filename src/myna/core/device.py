@@ -30,7 +30,7 @@ def pick_device(setting: str) -> torch.device:
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if not available.get(setting.partition(":")[0], False):
         raise ConfigError(
-            f"the device `{setting}` is not to be had here",
+            f"the device `{setting}` is not available here",
             hint="use `auto`, or one of: " + ", ".join(name for name, is_there in available.items() if is_there),
         )
     return torch.device(setting)
