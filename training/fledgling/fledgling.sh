@@ -94,8 +94,9 @@ corpora() {
   local sources=() # natural speech from elsewhere; what is made here is augmented already, and its manifest has both
   for folder in "$BUNDLE"/*/natural; do [ ! -d "$folder" ] || sources+=("$folder"); done
   [ ${#sources[@]} = 0 ] ||
-    $PYTHON $HERE/augment_natural.py "${sources[@]}" --out "$DATA/natural_augmented" --jobs "$JOBS" "${CLEAN[@]}"
-  natural_corpus
+    $PYTHON $HERE/augment_natural.py "${sources[@]}" --out "$DATA/natural_augmented" --jobs "$JOBS" "${CLEAN[@]}" ||
+    { wait $beside || true; return 1; } # what eSpeak has made is kept
+  natural_corpus || { wait $beside || true; return 1; }
   wait $beside || { cat "$DATA/espeak.log"; return 1; }
   tail -n 2 "$DATA/espeak.log"
   [ -e "$DATA/natural_augmented/manifest.jsonl" ] || { say "there is no natural speech: bundle some, or Kokoro"; return 1; }
