@@ -17,8 +17,7 @@ from myna.evaluate.scoring import Scorers
 from myna.evaluate.takes import TakeRanker
 from myna.listen.asr import Transcript
 from myna.speak.engine import Speech
-from myna.speak.request import ReferenceRecording, SpeechRequest
-from myna.speak.scheduler import FinishReason
+from myna.speak.request import FinishReason, ReferenceRecording, SpeechRequest
 from tests.command_line import run_command
 from tests.evaluate.speech import RATE, REFERENCE, SPEAKERS, fake_scorers, record, say
 from tests.evaluate.tiny_scorers import save_whisper

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from myna.core.errors import ConfigError
 from myna.models import open_family, save_tiny_model
-from myna.serve.context import ServedSources, resolve_sources
+from myna.serve.context import resolve_sources
 from myna.serve.schemas import ApiError
 from myna.serve.server import RequestGuard, local_hosts
 from myna.serve.transcoding import recording_bytes
@@ -30,17 +30,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
 
 def test_one_source_is_opened_as_it_is(folders: tuple[str, str, str]) -> None:
     base, anna, _ = folders
-    assert resolve_sources([base], None) == ServedSources(base, {})
-    assert resolve_sources([anna], None) == ServedSources(anna, {}), "merged into its base"
-    assert resolve_sources([anna], base) == ServedSources(anna, {})
-    assert resolve_sources(["fledgling"], None) == ServedSources("fledgling", {})
+    assert resolve_sources([base], None) == (base, {})
+    assert resolve_sources([anna], None) == (anna, {}), "merged into its base"
+    assert resolve_sources([anna], base) == (anna, {})
+    assert resolve_sources(["fledgling"], None) == ("fledgling", {})
 
 
 def test_several_are_adapters_of_one_base(folders: tuple[str, str, str]) -> None:
     base, anna, marta = folders
-    assert resolve_sources([base, anna, f"m={marta}"], None) == ServedSources(base, {"anna": anna, "m": marta})
-    assert resolve_sources([anna, marta], None) == ServedSources(base, {"anna": anna, "marta": marta})
-    assert resolve_sources([anna], None, keep_adapters=True) == ServedSources(base, {"anna": anna})
+    assert resolve_sources([base, anna, f"m={marta}"], None) == (base, {"anna": anna, "m": marta})
+    assert resolve_sources([anna, marta], None) == (base, {"anna": anna, "marta": marta})
+    assert resolve_sources([anna], None, keep_adapters=True) == (base, {"anna": anna})
 
 
 def test_sources_without_a_common_base_are_refused(folders: tuple[str, str, str]) -> None:
@@ -105,4 +105,4 @@ def test_fields_with_recordings_are_decoded_or_refused(text: str) -> None:
 
 def test_a_source_may_lie_in_any_folder(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "a model with = and spaces")
-    assert resolve_sources([str(model)], None).source == str(model)
+    assert resolve_sources([str(model)], None)[0] == str(model)

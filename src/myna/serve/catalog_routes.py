@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Form, Request, UploadFile
 from fastapi.responses import PlainTextResponse
@@ -15,14 +15,11 @@ from myna.audio.files import Samples, write_audio
 from myna.core.errors import MynaError
 from myna.data.pronunciation import DEFAULT_QUESTION
 from myna.models.ref import display_name
-from myna.provenance.consent import sentence_of_day
+from myna.provenance.consent import ConsentChecker, sentence_of_day
 from myna.provenance.voice_store import Consent, StoredVoice
 from myna.serve.context import DEFAULT_VOICE, ServerContext, server_context, unless_disconnected
 from myna.serve.messages import AnswerMessage, RequestEnd
 from myna.serve.schemas import ApiError, ConsentNameBody, LoadAdapterBody, UnloadAdapterBody
-
-if TYPE_CHECKING:
-    from myna.provenance.consent import ConsentChecker
 
 SAMPLE_RATE = 24_000
 """Samples per second of recordings that are kept."""
@@ -148,8 +145,6 @@ async def _checker(context: ServerContext) -> ConsentChecker:
 
 @cache
 def _open_checker(asr: str) -> ConsentChecker:
-    from myna.provenance.consent import ConsentChecker
-
     return ConsentChecker.open(asr)
 
 

@@ -9,17 +9,16 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
-from myna.audio.files import Samples
 from myna.core.errors import ConfigError, DataError
 from myna.models.ref import ModelRef, display_name, weights_sha256
 from myna.provenance.speech_log import SpeechOrigin, check_log, log_speech
-from myna.provenance.voice_store import VoiceStore
+from myna.provenance.voice_store import StoredVoice, VoiceStore
 from myna.serve.engine_client import AdapterCatalog, EngineClient
 from myna.serve.messages import AudioPiece, EngineSettings, RequestEnd, StepReport
 from myna.serve.schemas import MAX_CHARACTERS, ApiError, InlineReference, SpeechSettings
@@ -87,15 +86,10 @@ NAMED_SOURCE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})=(.+)")
 """Pattern of NAME=SOURCE; the name of a folder may match too."""
 
 
-class ServedSources(NamedTuple):
-    """Model to open, and adapters to load beside it, by name."""
-
-    source: str
-    adapters: dict[str, str]
-
-
-def resolve_sources(sources: Sequence[str], model: str | None, *, keep_adapters: bool = False) -> ServedSources:
-    """Decide which model to open and which adapters to load.
+def resolve_sources(
+    sources: Sequence[str], model: str | None, *, keep_adapters: bool = False
+) -> tuple[str, dict[str, str]]:
+    """Return the model to open, and the adapters to load beside it by name.
 
     One source is opened as it is: a LoRA is merged into its model, which speaks fastest. Several, each perhaps as
     NAME=SOURCE, are adapters of one base model; so is one with `keep_adapters`, since others can only be loaded beside
@@ -105,7 +99,7 @@ def resolve_sources(sources: Sequence[str], model: str | None, *, keep_adapters:
     refs = [ModelRef.find(source, model) for _, source in named]
     has_lora = [ref.adapter is not None for ref in refs]
     if len(named) == 1 and (model is None or has_lora[0]) and not (keep_adapters and has_lora[0]):
-        return ServedSources(named[0][1], {})
+        return named[0][1], {}
     first = 0 if has_lora[0] else 1
     if (first == 1 and model is not None) or not all(has_lora[first:]):
         others = ", ".join(source for (_, source), is_lora in zip(named, has_lora, strict=True) if not is_lora)
@@ -119,7 +113,7 @@ def resolve_sources(sources: Sequence[str], model: str | None, *, keep_adapters:
         if name in adapters or name == display_name(base):
             raise ConfigError(f"two models are named {name}", hint=f"give a name of your own: NAME={source}")
         adapters[name] = source
-    return ServedSources(base, adapters)
+    return base, adapters
 
 
 def _split_name(source: str) -> tuple[str, str]:
@@ -196,7 +190,7 @@ class ServerContext:
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     """Random id that tells servers at one address apart."""
     started_at: int = field(default_factory=lambda: int(time.time()))
-    _voice_samples: dict[str, tuple[Samples, str]] = field(default_factory=dict)
+    _voices: dict[str, ReferenceRecording] = field(default_factory=dict)
     _weights: dict[str, str] = field(default_factory=dict)
     """Hashes of trained weights, by source."""
 
@@ -309,20 +303,20 @@ class ServerContext:
                 param="voice",
                 code="voice_not_found",
             ) from None
-        if voice.id not in self._voice_samples:
-            self._voice_samples[voice.id] = await asyncio.to_thread(self._read_voice, name)
-        samples, text = self._voice_samples[voice.id]
-        return (ReferenceRecording(samples, text, voice=voice.name, consent=voice.consent.id),)
+        if voice.id not in self._voices:
+            self._voices[voice.id] = await asyncio.to_thread(self._read_voice, voice)
+        return (self._voices[voice.id],)
 
-    def _read_voice(self, name: str) -> tuple[Samples, str]:
-        recording, text = self.store.reference(self.store.get_voice(name))
-        return read_reference(recording, self.sample_rate), text
+    def _read_voice(self, voice: StoredVoice) -> ReferenceRecording:
+        recording, text = self.store.reference(voice)
+        samples = read_reference(recording, self.sample_rate)
+        return ReferenceRecording(samples, text, voice=voice.name, consent=voice.consent.id)
 
     def voice_names(self) -> list[str]:
         return [DEFAULT_VOICE, *(voice.name for voice in self.store.list_voices())]
 
     def forget_voice(self, id: str) -> None:
-        self._voice_samples.pop(id, None)
+        self._voices.pop(id, None)
 
     async def _weights_hash(self, source: str) -> str:
         """Return the hash of the weights of a run or an adapter; empty for an untuned model."""

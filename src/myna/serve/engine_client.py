@@ -27,6 +27,7 @@ from myna.serve.messages import (
     Failure,
     RequestEnd,
     RequestEvent,
+    SpeakMessage,
     StepReport,
 )
 from myna.serve.schemas import ApiError
@@ -167,7 +168,7 @@ class EngineClient:
         job = EngineJob(self, f"request {next(self._numbers)}")
         self._jobs[job.id], self._began[job.id] = job, time.monotonic()
         message = make_message(job.id)
-        job.adapter = getattr(message, "adapter", "")
+        job.adapter = message.request.adapter if isinstance(message, SpeakMessage) else ""
         self.send(message)
         return job
 

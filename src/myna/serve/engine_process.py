@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,21 +28,8 @@ from myna.data.codec import Codec
 from myna.data.conversation import AudioClip, Reference
 from myna.provenance import check_installed
 from myna.provenance.watermark import MARK_NAME, StreamWatermark
-from myna.serve.messages import (
-    AdapterMessage,
-    AnswerMessage,
-    AudioPiece,
-    CancelMessage,
-    EndSessionMessage,
-    EngineInfo,
-    EngineMessage,
-    EngineSettings,
-    Failure,
-    RequestEnd,
-    RequestEvent,
-    SpeakMessage,
-    StepReport,
-)
+from myna.serve import messages
+from myna.serve.messages import AudioPiece, EngineInfo, EngineMessage, EngineSettings, Failure, RequestEnd, RequestEvent
 from myna.speak.answering import AnswerEngine, AudioQuestion
 from myna.speak.batch import MAX_CONTEXT_SECONDS, RunningRequest, SpeechPlan, SpokenSegment
 from myna.speak.engine import Engine, encode_clip
@@ -170,13 +157,13 @@ def run_engine(settings: EngineSettings, connection: Connection) -> None:
     connection.send(worker.info)
     reported = 0.0
     while True:
-        messages = _read_inbox(inbox, wait=not worker.busy)
-        if None in messages:
+        received = _read_inbox(inbox, wait=not worker.busy)
+        if None in received:
             return
         began = time.perf_counter()
         events = [
             event
-            for message in messages
+            for message in received
             if message is not None
             for event in _attempt(getattr(message, "id", ""), partial(worker.handle, message))
         ]
@@ -188,7 +175,7 @@ def run_engine(settings: EngineSettings, connection: Connection) -> None:
         reported = now
         try:
             connection.send(
-                StepReport(
+                messages.StepReport(
                     events=tuple(events),
                     speaking=worker.speaking,
                     waiting=worker.waiting,
@@ -210,12 +197,12 @@ def _receive(connection: Connection, inbox: SimpleQueue[EngineMessage | None]) -
 
 
 def _read_inbox(inbox: SimpleQueue[EngineMessage | None], *, wait: bool) -> list[EngineMessage | None]:
-    messages = [inbox.get()] if wait else []
+    received = [inbox.get()] if wait else []
     while True:
         try:
-            messages.append(inbox.get_nowait())
+            received.append(inbox.get_nowait())
         except Empty:
-            return messages
+            return received
 
 
 def _attempt(id: str, action: Callable[[], list[RequestEvent]]) -> list[RequestEvent]:
@@ -229,29 +216,7 @@ def _attempt(id: str, action: Callable[[], list[RequestEvent]]) -> list[RequestE
         return [RequestEnd(id, failure=Failure("the request could not be processed", is_users=False))]
 
 
-class EngineWorker(Protocol):
-    """Loaded model that takes messages and works in steps."""
-
-    info: EngineInfo
-
-    @property
-    def busy(self) -> bool: ...
-
-    @property
-    def speaking(self) -> int: ...
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def adapters(self) -> tuple[str, ...]: ...
-
-    def handle(self, message: EngineMessage) -> list[RequestEvent]: ...
-
-    def step(self) -> list[RequestEvent]: ...
-
-
-def open_worker(settings: EngineSettings) -> EngineWorker:
+def open_worker(settings: EngineSettings) -> SpeechWorker | AnswerWorker:
     """Load and warm up the model of the settings: one that speaks, or one that answers."""
     from myna.models.base import AnsweringFamily
     from myna.models.ref import ModelRef
@@ -281,10 +246,6 @@ class _Encoding(NamedTuple):
     request: SpeechRequest
     place: int
     clips: tuple[Future[AudioClip], ...]
-
-    @property
-    def ready(self) -> bool:
-        return all(clip.done() for clip in self.clips)
 
 
 class SpeechWorker:
@@ -346,26 +307,26 @@ class SpeechWorker:
 
     def handle(self, message: EngineMessage) -> list[RequestEvent]:
         match message:
-            case SpeakMessage():
+            case messages.SpeakMessage():
                 message.request.check()
                 recordings = (one.audio for one in message.request.recordings)
                 clips = tuple(self._encoder.encode(audio) for audio in recordings if isinstance(audio, np.ndarray))
                 self._encoding[message.id] = _Encoding(message.id, message.request, self._batch.reserve(), clips)
-            case CancelMessage() if (waiting := self._encoding.pop(message.id, None)) is not None:
+            case messages.CancelMessage() if (waiting := self._encoding.pop(message.id, None)) is not None:
                 for clip in set(waiting.clips).difference(*(other.clips for other in self._encoding.values())):
                     clip.cancel()
                 return [RequestEnd(message.id, "cancelled")]
-            case CancelMessage() if (running := self._running.get(message.id)) is not None:
+            case messages.CancelMessage() if (running := self._running.get(message.id)) is not None:
                 self._batch.cancel(running)
-            case EndSessionMessage():
+            case messages.EndSessionMessage():
                 self._sessions.pop(message.session, None)
-            case AdapterMessage():
+            case messages.AdapterMessage():
                 if message.source is not None:
                     self._engine.load_adapter(message.name, message.source)
                 else:
                     self._engine.unload_adapter(message.name)
                 return [RequestEnd(message.id)]
-            case AnswerMessage():
+            case messages.AnswerMessage():
                 raise SpeakError("this model speaks, and answers no questions", hint="serve a model that answers")
         return []
 
@@ -377,7 +338,7 @@ class SpeechWorker:
                 FIRST_COMPLETED,
             )
         events: list[RequestEvent] = []
-        for waiting in [one for one in self._encoding.values() if one.ready]:
+        for waiting in [one for one in self._encoding.values() if all(clip.done() for clip in one.clips)]:
             del self._encoding[waiting.id]
             events += _attempt(waiting.id, partial(self._submit, waiting))
         return events + [event for running in self._batch.step() for event in self._report(running)]
@@ -439,7 +400,7 @@ class AnswerWorker:
     """Worker of a model that answers questions about recordings, as many at a time as its batch holds."""
 
     def __init__(self, engine: AnswerEngine) -> None:
-        self._engine, self._waiting = engine, list[AnswerMessage]()
+        self._engine, self._waiting = engine, list[messages.AnswerMessage]()
         device = str(next(engine.model.parameters()).device)
         self.info = EngineInfo(sample_rate=engine.encoder.sample_rate, device=device, answers=True)
         self.adapters: tuple[str, ...] = ()
@@ -458,15 +419,15 @@ class AnswerWorker:
 
     def handle(self, message: EngineMessage) -> list[RequestEvent]:
         match message:
-            case AnswerMessage():
+            case messages.AnswerMessage():
                 if len(message.samples) < self._engine.encoder.hop:
                     raise SpeakError("the recording is shorter than one frame", hint="send a recording of speech")
                 self._waiting.append(message)
-            case CancelMessage():
+            case messages.CancelMessage():
                 cancelled = [one for one in self._waiting if one.id == message.id]
                 self._waiting = [one for one in self._waiting if one.id != message.id]
                 return [RequestEnd(one.id, "cancelled") for one in cancelled]
-            case SpeakMessage() | AdapterMessage():
+            case messages.SpeakMessage() | messages.AdapterMessage():
                 raise SpeakError(
                     "this model answers questions about recordings, and does not speak",
                     hint="send recordings to /v1/audio/assessments, or serve a model that speaks",

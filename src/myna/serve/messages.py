@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING
 
 from myna.audio.files import Samples
+from myna.core.config import Quantization
 from myna.core.errors import MynaError
-from myna.speak.request import SpeechRequest
-
-if TYPE_CHECKING:  # they import torch, which the HTTP process does without
-    from myna.core.config import Quantization
-    from myna.speak.scheduler import FinishReason
+from myna.speak.request import FinishReason, SpeechRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +44,6 @@ class SpeakMessage:
 
     id: str
     request: SpeechRequest
-
-    @property
-    def adapter(self) -> str:
-        return self.request.adapter
 
 
 @dataclass(frozen=True, slots=True)

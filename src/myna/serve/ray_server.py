@@ -272,8 +272,8 @@ def settings_of_arguments(options: dict[str, Any]) -> ServerSettings:
         )
     known["adapter_folders"] = tuple(Path(folder) for folder in known.get("adapter_folders", ()))
     known.setdefault("api_key", os.environ.get("MYNA_API_KEY"))
-    served = resolve_sources(sources, engine.model, keep_adapters=bool(known["adapter_folders"]))
-    rank = engine.adapter_rank or (64 if served.adapters or known["adapter_folders"] else None)
-    engine = replace(engine, source=served.source, adapters=served.adapters, adapter_rank=rank)
+    source, adapters = resolve_sources(sources, engine.model, keep_adapters=bool(known["adapter_folders"]))
+    rank = engine.adapter_rank or (64 if adapters or known["adapter_folders"] else None)
+    engine = replace(engine, source=source, adapters=adapters, adapter_rank=rank)
     # Behind Ray's proxy a replica has names that it does not know.
     return ServerSettings(engine, host="0.0.0.0", **known)

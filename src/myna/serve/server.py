@@ -203,6 +203,7 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self' blob:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
+PAGE_HEADERS = {"content-security-policy": PAGE_POLICY, "cache-control": "no-store"}
 
 
 def create_app(context: ServerContext) -> FastAPI:
@@ -266,22 +267,18 @@ def _add_status_routes(app: FastAPI) -> None:
 def _add_page(app: FastAPI) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return HTMLResponse(_page_file("page.html"), headers=_page_headers())
+        return HTMLResponse(_page_file("page.html"), headers=PAGE_HEADERS)
 
     @app.get("/page/{name}", include_in_schema=False)
     async def page_file(name: str) -> Response:
         if name not in PAGE_FILES:
             raise ApiError(404, "there is no such file")
-        return Response(_page_file(name), media_type=PAGE_FILES[name], headers=_page_headers())
+        return Response(_page_file(name), media_type=PAGE_FILES[name], headers=PAGE_HEADERS)
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
         """Return the interface as a page. FastAPI's own page loads scripts from elsewhere."""
-        return HTMLResponse(_docs_page(request.app), headers=_page_headers())
-
-
-def _page_headers() -> dict[str, str]:
-    return {"content-security-policy": PAGE_POLICY, "cache-control": "no-store"}
+        return HTMLResponse(_docs_page(request.app), headers=PAGE_HEADERS)
 
 
 @cache

@@ -264,10 +264,6 @@ class SessionConfig(SpeechSettings):
     stream_audio: bool = Field(default=True, description="Off: each sentence is sent when it is whole.")
 
 
-class _UtteranceEnd:
-    """Mark after the sentences of one `input.done`."""
-
-
 @router.websocket("/v1/audio/speech/stream")
 async def stream_speech(socket: WebSocket) -> None:
     await socket.accept()
@@ -289,7 +285,8 @@ class SpeechSession:
         self._text = ""
         """Text that is not a whole sentence yet."""
         self._characters = 0
-        self._sentences: asyncio.Queue[str | _UtteranceEnd] = asyncio.Queue()
+        self._sentences: asyncio.Queue[str | None] = asyncio.Queue()
+        """Sentences that wait; None after those of one `input.done`."""
         self._utterance = self._sentence = 0
 
     async def run(self) -> None:
@@ -341,7 +338,7 @@ class SpeechSession:
             case {"type": "input.done"}:
                 self._queue_sentences(self._text)
                 self._text, self._characters = "", 0
-                self._sentences.put_nowait(_UtteranceEnd())
+                self._sentences.put_nowait(None)
             case _:
                 kinds = "session.config, input.text, input.done, input.cancel and session.close"
                 raise ApiError(400, f"there are messages of type {kinds}", param="type")
@@ -395,7 +392,7 @@ class SpeechSession:
     async def _speak_all(self) -> None:
         while True:
             sentence = await self._sentences.get()
-            if isinstance(sentence, _UtteranceEnd):
+            if sentence is None:
                 counts = {"utterance_index": self._utterance, "total_sentences": self._sentence}
                 await self._send({"type": "session.done", **counts})
                 self._utterance, self._sentence = self._utterance + 1, 0

@@ -25,12 +25,12 @@ from myna.core.errors import MynaError
 from myna.data.codec import Codes, PendingSamples, Samples
 from myna.data.conversation import Reference
 from myna.models.base import RenderedSequence, Sampling, SpeechDecoder
-from myna.speak.request import SpeechRequest
-from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, FinishReason, Generation, request_sampling
+from myna.provenance.watermark import StreamWatermark, mark_streams
+from myna.speak.request import FinishReason, SpeechRequest
+from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, Generation, request_sampling
 from myna.speak.streaming import CodeStream, decode_streams, warm_up
 
 if TYPE_CHECKING:
-    from myna.provenance.watermark import StreamWatermark
     from myna.speak.engine import Engine
 
 MAX_CONTEXT_SECONDS = 20.0
@@ -490,7 +490,7 @@ class SpeechBatch:
             for running, samples in decoded:
                 if running.watermark is not None:
                     running.watermark.add(samples, last=_is_last(running))
-            marked = iter(_mark(marks))
+            marked = iter(mark_streams(marks))
         for running, samples in decoded:
             self._give_out(running, samples if running.watermark is None else next(marked))
 
@@ -529,11 +529,3 @@ class SpeechBatch:
 
 def _is_last(running: RunningRequest) -> bool:
     return running.windows is not None and running.windows.finished
-
-
-def _mark(marks: Sequence[StreamWatermark]) -> list[Samples]:
-    if not marks:
-        return []
-    from myna.provenance.watermark import mark_streams
-
-    return mark_streams(marks)

@@ -33,8 +33,8 @@ from myna.models.ref import ModelRef
 from myna.provenance.credentials import write_speech
 from myna.provenance.speech_log import SpeechOrigin
 from myna.speak.batch import MAX_CONTEXT_SECONDS, RunningRequest, SpeechBatch, SpeechPlan, SpokenSegment
-from myna.speak.request import ReferenceRecording, SpeechRequest, open_reference
-from myna.speak.scheduler import SPARE_POSITIONS, FinishReason
+from myna.speak.request import FinishReason, ReferenceRecording, SpeechRequest, open_reference
+from myna.speak.scheduler import SPARE_POSITIONS
 from myna.text.normalization import normalise_text
 from myna.text.sentences import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, split_long_text, voice_pace
 

@@ -73,19 +73,12 @@ def load_engine(
     return engine
 
 
-class SavedLora(NamedTuple):
-    """Stored LoRA, for a batch whose requests have adapters of their own."""
+def read_adapter(engine: Engine, ref: ModelRef) -> tuple[LoraMatrices, WeightsMetadata, bool, str]:
+    """Read the LoRA of a run or an adapter, after checking that it fits the engine's model.
 
-    matrices: LoraMatrices
-    metadata: WeightsMetadata
-    base_checked: bool
-    """Whether the base model is known to be the one it was trained on. Weights that are quantized, rounded otherwise
-    or without the text head cannot be compared."""
-    files_hash: str
-
-
-def read_adapter(engine: Engine, ref: ModelRef) -> SavedLora:
-    """Read the LoRA of a run or an adapter, after checking that it fits the engine's model."""
+    Return its matrices, its metadata, whether its base is known to be this model, and the hash of its files. Weights
+    that are quantized, rounded otherwise or without the text head cannot be compared.
+    """
     from myna.models.lora import read_lora_matrices
     from myna.models.quantized import quantized_linears
 
@@ -107,7 +100,7 @@ def read_adapter(engine: Engine, ref: ModelRef) -> SavedLora:
     checked = comparable and "base model" in known.inputs
     matrices = read_lora_matrices(family, ref.adapter)  # which also refuses what is no adapter
     files = [file_hash(ref.adapter / name) for name in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)]
-    return SavedLora(matrices, known, checked, " ".join(files))
+    return matrices, known, checked, " ".join(files)
 
 
 class LoadedModel(NamedTuple):

@@ -14,8 +14,7 @@ from myna.provenance.watermark import MARK_NAME, StreamWatermark, watermark
 
 if TYPE_CHECKING:
     from myna.speak.engine import Speech, SpeechStream
-    from myna.speak.request import SpeechRequest
-    from myna.speak.scheduler import FinishReason
+    from myna.speak.request import FinishReason, SpeechRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from myna.audio.files import Samples, check_not_silent, probe, read_audio
 from myna.audio.reference import CheckedReference, check_reference
@@ -24,6 +24,8 @@ MAX_REFERENCE_SECONDS = 60.0
 SPEED_RANGE = (0.25, 4.0)
 
 PathLike = str | os.PathLike[str]
+FinishReason = Literal["stop", "length", "cancelled"]
+"""Reason of an end: the model found it, the frame cap was reached, or the caller cancelled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +13,8 @@ import numpy.typing as npt
 from myna.core.errors import SpeakError
 from myna.data.codec import Codes
 from myna.models.base import PendingStep, RenderedSequence, Sampling, SpeechDecoder
+from myna.speak.request import FinishReason
 
-FinishReason = Literal["stop", "length", "cancelled"]
-"""Reason of an end: the model found it, the frame cap was reached, or the caller cancelled."""
 SPARE_POSITIONS = 64
 """Positions to spare, more than any delay pattern adds to the frames of a clip."""
 
