@@ -32,8 +32,8 @@ from myna.data.manifest import Span, Utterance
 FORMAT = "1"
 INDEX_FILE = "index.arrow"
 MAX_MAPPED_SHARDS = 1024
-"""Maximum number of shards mapped at a time: a process has a limit of memory maps, and pages read in them count as its
-memory."""
+"""Maximum number of shards mapped at a time: memory maps are limited, and their pages count as memory of the
+process."""
 ClipKeys = Mapping[tuple[Path, Span | None], str]
 """Keys by audio file and span."""
 
@@ -246,8 +246,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def lock_codes(folder: Path, revision: str) -> Iterator[Path]:
-    """Lock the folder of codes for one writer, and remove half-written files of a killed run. The operating system
-    releases the lock when the process ends, however it ends."""
+    """Lock the folder of codes for one writer until the process ends, and remove half-written files of a killed run."""
     codes_folder = _codes_folder(folder, revision)
     with _write_errors(folder):
         codes_folder.parent.mkdir(parents=True, exist_ok=True)
@@ -274,8 +273,7 @@ def _codes_folder(folder: Path, revision: str) -> Path:
 
 
 def relative_audio_path(audio: Path, folder: Path) -> str:
-    """Path of audio relative to the folder if it is inside, so that the folder can be moved as a whole; absolute
-    otherwise."""
+    """Path of audio: relative inside the folder, so that the folder can be moved as a whole; absolute elsewhere."""
     # Without resolving links, which would make two names of one folder differ.
     return os.path.normpath(audio.absolute()).removeprefix(f"{os.path.normpath(folder.absolute())}/")
 

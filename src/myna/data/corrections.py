@@ -158,7 +158,7 @@ def make_correction(
 
 
 def load_corrections(folder: Path, notify: Notify = lambda _: None) -> list[Correction]:
-    """Load the corrections of a folder in order; none without a file. An incomplete last line is left out with a
+    """Load the corrections of a folder in order; none without a file. Leaves out an incomplete last line with a
     note."""
     path = folder / CORRECTIONS_FILE
     if not is_file(path):
@@ -190,8 +190,7 @@ def _split_torn(content: bytes) -> tuple[bytes, bytes]:
 
 
 def append_correction(folder: Path, correction: Correction) -> None:
-    """Append a correction to the log. It is on the disk when this returns, or not at all if it raises. Processes wait
-    for one another."""
+    """Append a correction to the log, under a lock: on the disk when this returns, or not at all if it raises."""
     path = folder / CORRECTIONS_FILE
     line = correction.model_dump_json(exclude_none=True).encode() + b"\n"
     with acquire_lock(folder / LOCK_FILE), path.open("a+b", buffering=0) as file:
@@ -379,8 +378,7 @@ def check_corrections_applied(folder: Path) -> None:
 
 
 def corrected_utterances(folder: Path, utterances: list[Utterance], notify: Notify = lambda _: None) -> list[Utterance]:
-    """Apply the corrections of a folder to its utterances. In a curated folder `myna curate` has applied them
-    already."""
+    """Apply the corrections of a folder to its utterances; in a curated folder `myna curate` has applied them."""
     corrections = load_corrections(folder, notify)
     if not corrections or (folder / TABLE_FILE).is_file():
         return utterances

@@ -211,8 +211,7 @@ def _encode_shards(
 
 
 class ShardEncoder:
-    """Worker that encodes shards and commits each to its file. `open_codec` is called when the codec is first
-    needed."""
+    """Worker that encodes shards and commits each to its file. It calls `open_codec` when the codec is first needed."""
 
     def __init__(self, open_codec: Callable[[], Encoder]) -> None:
         self._open_codec = open_codec

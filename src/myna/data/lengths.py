@@ -35,8 +35,7 @@ class LengthEstimator(Protocol):
         """Revision that changes whenever the number of tokens of a text may change."""
 
     def count_tokens(self, texts: Mapping[str, str]) -> Sequence[int]:
-        """Tokens of each text as a part of a turn. A text that cannot be rendered is refused by its key, the id of an
-        utterance."""
+        """Tokens of each text as a part of a turn. An error about a text names its key, the id of an utterance."""
 
     def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Positions that clips with these numbers of frames take, up to a constant that every clip takes."""

@@ -124,8 +124,7 @@ class BatchBuilder(Generic[SequenceT, BatchT]):
 PREFETCH_STEPS = 2
 """Steps that are built ahead, unless more are needed to keep all workers busy."""
 STREAM_VERSION = 2
-"""Version of the row order. It changes whenever the same data, settings and seed give other rows, so that no run
-continues with other rows than it began with."""
+"""Version of the row order, so that no run continues with other rows than it began with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +209,7 @@ class Loader(Generic[SequenceT, BatchT]):
 
     @property
     def row_counts(self) -> dict[tuple[int, int], int]:
-        """Number of rows of every (epoch, window) packed so far. A window with a known count can be skipped without
-        packing it."""
+        """Number of rows of every (epoch, window) packed so far; such a window can be skipped without packing it."""
         return dict(self._row_counts)
 
     def restore_row_counts(self, row_counts: Mapping[tuple[int, int], int]) -> None:

@@ -136,8 +136,7 @@ def read_manifest(path: Path) -> list[Utterance]:
 
 
 def iterate_manifest(path: Path, wanted: Callable[[bytes], bool] = bool) -> Iterator[Utterance]:
-    """Yield utterances one by one, since a manifest may be larger than memory. Lines that are not `wanted` are not
-    parsed."""
+    """Yield utterances one by one, since a manifest may be larger than memory. Only `wanted` lines are parsed."""
     try:
         file = path.open("rb")
     except (FileNotFoundError, IsADirectoryError):

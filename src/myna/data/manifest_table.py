@@ -260,8 +260,7 @@ def _check_unique_ids(folder: Path, ids: Any) -> None:
 
 
 def _match_index(folder: Path, store: CodeStore, lines: Any) -> Any:
-    """Find the index entry of each line, and check that it has the same audio span. No audio is read: `prepare` detects
-    files that were changed in place."""
+    """Find the index entry of each line, with the same audio and span. Does not read the audio, as `prepare` does."""
     index = store.index()
     positions = pc.index_in(lines["id"], value_set=index["id"])
     ids, is_indexed = lines["id"], pc.is_valid(positions).to_numpy()

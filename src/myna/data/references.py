@@ -141,14 +141,12 @@ class ReferenceSampler:
         return self.settings.reference == "same_speaker"
 
     def _random_mask(self, targets: Indices) -> Mask:
-        """Return a mask of the targets whose reference is drawn: they have one speaker, and the manifest names no
-        reference."""
+        """Return a mask of the targets whose reference is drawn: one speaker, and no reference in the manifest."""
         table = self.dataset.table
         return ~(table.has_references[targets] | table.is_dialogue[targets]).astype(bool) & self._is_random
 
     def _with_given(self, targets: Indices, is_random: Mask, chosen: Indices) -> ReferenceLists:
-        """Combine `chosen` references of random targets (negative: none) with those the manifest names for all
-        others."""
+        """Combine `chosen` references of random targets (negative: none) with those the manifest names for others."""
         given = self._given(targets)
         counts = np.where(is_random, chosen >= 0, given.counts)
         references = ReferenceLists(counts, np.empty(counts.sum(), np.int64))

@@ -35,8 +35,7 @@ Builder = Callable[[Any], Any]
 
 
 class WorkerPool:
-    """Pool of `number` processes, each of which holds all `builders`. They start at once, and are ready when they have
-    imported what the builders need."""
+    """Pool of `number` processes, each of which holds all `builders`. They start at once and import what those need."""
 
     def __init__(self, number: int, builders: Sequence[Builder]) -> None:
         message = _pickle(list(builders))

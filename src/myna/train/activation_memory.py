@@ -203,8 +203,7 @@ class _MetaAutocast(TorchFunctionMode):
 
 
 _AttentionKind = Literal["grouped", "expanded", "math"]
-"""Fused attention with keys shared by heads, fused attention with a copy of the keys for each head, or a matrix of all
-pairs."""
+"""Kinds of attention: keys shared by heads, a copy of the keys for each head, or a matrix of all pairs."""
 
 
 def _attention_kind(device: torch.device, precision: Precision) -> _AttentionKind:
@@ -221,8 +220,8 @@ def _is_ampere_or_later(device: torch.device) -> bool:
 
 
 class _MetaAttention(torch.autograd.Function):
-    """Attention that saves as much memory as the real one: inputs, output, and a number per head and position, or per
-    pair of positions."""
+    """Attention that saves as much memory as the real one: inputs, output, and a number per head and position or
+    pair."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: _AttentionKind) -> torch.Tensor:

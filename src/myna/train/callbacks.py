@@ -67,8 +67,7 @@ class EvaluationCallback(Protocol):
 
 
 def run_callback(trainer: Trainer, callback: EvaluationCallback | None, step: int) -> SpeechScores:
-    """Evaluate, on rank 0, the weights that would be saved now, while the other ranks wait. An error stops all of
-    them."""
+    """Evaluate the weights that would be saved now on rank 0, while the others wait. An error stops all of them."""
     accelerator = trainer.accelerator
     trainer.objective.eval()
     with preserve_rng_state(accelerator.device), trainer.ema_weights():

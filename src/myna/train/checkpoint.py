@@ -147,8 +147,7 @@ class CheckpointManager:
         return progress
 
     def _check_finite(self, step: int) -> None:
-        """Raise an error for weights that are not finite, before they replace a checkpoint. In fp16 an update may
-        overflow before a gradient does."""
+        """Raise an error for weights that are not finite. In fp16 an update may overflow before a gradient does."""
         weights = self.trainer.trainable_parameters
         local = {name: weight.to_local() if isinstance(weight, DTensor) else weight for name, weight in weights.items()}
         broken = [name for name, weight in local.items() if not torch.isfinite(weight).all()]

@@ -198,8 +198,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_full_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Gather full tensors and copy them to host memory one by one, on the ranks that keep them. Every rank must call
-    it."""
+    """Gather full tensors in host memory one by one, on the ranks that keep them. Every rank must call it."""
     gathered = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor.detach())

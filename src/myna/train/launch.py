@@ -103,8 +103,7 @@ class ProgressObserver:
 
 
 def _launch_run(run: Run, gpus: int, *, resume: bool, settings: Sequence[str], dry_run: bool) -> None:
-    """Train in several processes. Processes that are stopped during training save and say how to resume; if they were
-    stopped before that, this function says so."""
+    """Train in several processes. Raise an error if they were stopped before anything was saved."""
     before = checkpoint_steps(run)
     with tempfile.TemporaryDirectory(prefix="myna-") as folder:
         if resume:
@@ -199,8 +198,8 @@ def _first_failure(error: ChildFailedError) -> TrainingError:
 
 
 def _recorded_failures(folder: Path) -> dict[int, ProcessFailure]:
-    """Return failures after a signal, by rank. Processes get the signal at different times, so one that lost its
-    connection has not failed by itself."""
+    """Return failures after a signal, by rank, without ranks that only lost their connection to one that ended
+    first."""
     files = sorted((int(file.parent.name), file) for file in folder.rglob("error.json"))
     failures = {rank: ProcessFailure(rank, pid=0, exitcode=1, error_file=str(file)) for rank, file in files}
     return {rank: failure for rank, failure in failures.items() if LOST_CONNECTION not in _failure_message(failure)}

@@ -41,8 +41,7 @@ from myna.train.run import Run
 from myna.train.trainer import Trainer, start_from_adapter
 
 WORKER_PROCESS_DEVICES = ("cuda",)
-"""Devices that keep the main Python thread busy: worker processes make their batches. Other devices use threads, which
-start at once and take no memory."""
+"""Devices whose batches are built by worker processes, since training keeps the main Python thread busy."""
 BEFORE_BASE_EVALUATION = -1
 """Step number before the base model's evaluation, which is step 0."""
 
@@ -316,8 +315,7 @@ def _is_early_stop(recipe: Recipe, progress: TrainingProgress) -> bool:
 
 
 def _check_length(recipe: Recipe, run: Run, progress: TrainingProgress, steps: int, *, is_early_stop: bool) -> None:
-    """Check the length of a resumed run: it may change, but not to steps already passed, nor beyond the end of its
-    patience."""
+    """Check a resumed run's length: it may change, but not to steps already passed, nor beyond its patience."""
     if progress.step > steps:
         raise TrainingError(
             f"{run.folder} is at step {progress.step} already, and {steps} are asked for",
@@ -334,8 +332,7 @@ def _check_length(recipe: Recipe, run: Run, progress: TrainingProgress, steps: i
 
 
 def _check_learning(trainer: Trainer, run: Run, progress: TrainingProgress, *, is_last: bool = False) -> None:
-    """Stop a run that no longer learns. At its end, do so only if its result is not an earlier and better
-    checkpoint."""
+    """Stop a run that no longer learns; at its end, only if its result is not an earlier and better checkpoint."""
     publishes_best = progress.best_step is not None and trainer.recipe.publishes_best
     if (problem := trainer.divergence.diagnose(is_last=is_last and not publishes_best)) is None:
         return

@@ -1,5 +1,4 @@
-"""Training loss: a weighted sum over terms, each divided once by the targets of the whole optimizer step. A monitor
-detects when it diverges."""
+"""Training loss, a weighted sum over terms divided by the targets of the whole step, and its divergence."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ def stage_weights(loss_terms: Sequence[str], recipe: Recipe, step: int, steps: i
 
 
 def term_weights(loss_terms: Sequence[str], settings: LossSettings) -> torch.Tensor:
-    """Return the weights, (terms,): the text weight, and codebook weights that sum to the audio weight. A single term
-    weighs 1."""
+    """Weights (terms,): the text weight, and codebook weights that sum to the audio weight. A single term weighs 1."""
     if len(loss_terms) == 1:
         return torch.ones(1, dtype=torch.float64)
     codebooks = sum(name.startswith("code") for name in loss_terms)
@@ -47,8 +45,7 @@ def term_weights(loss_terms: Sequence[str], settings: LossSettings) -> torch.Ten
 
 
 def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the part of the step's loss in these sums; `counts` are those of the whole step, over all ranks and
-    micro-batches."""
+    """Return the part of the step's loss in these sums; `counts` are those of the whole step on all ranks."""
     per_target = (weights / counts.clamp(min=1)).to(sums.dtype).to(sums.device, non_blocking=True)
     return (sums * per_target).sum()
 
@@ -95,8 +92,7 @@ class LossAccumulator:
         self._pending.append(LossSums(*(part.detach() for part in result)))
 
     def _fetch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the totals, with all pending results added in one transfer. Counts of a micro-batch are small enough
-        for fp32; not every device has fp64."""
+        """Return the totals, with all pending results added in one transfer. Counts are small enough for fp32."""
         if self._pending:
             batches = torch.stack([torch.cat([part.float() for part in result]) for result in self._pending])
             self._pending.clear()
@@ -131,8 +127,7 @@ class LossAccumulator:
 MAX_ZERO_GRADIENT_STEPS = 3
 """Steps in a row with a gradient of exactly zero after which a training is stopped."""
 MAX_STEPS_ABOVE_CHANCE = 50
-"""Steps in a row with a loss above chance after which a training that was well below is stopped. It may recover from
-some."""
+"""Steps in a row above chance after which a training that was well below is stopped; it may recover from some."""
 MAX_FINAL_STEPS = 2
 """Either number of steps at the end of a run, which leaves no time to recover."""
 WELL_BELOW_CHANCE = 0.8

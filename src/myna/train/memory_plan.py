@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 LONGEST_CANDIDATES = 256
 """Number of targets searched for the largest batch: half are the longest clips, half are spread over the data."""
 MEASURED_SEQUENCES = 8
-"""Maximum number of measured sequences of the largest batch. Memory grows linearly with the tokens, and the time to
-measure with these."""
+"""Maximum number of measured sequences of the largest batch: memory grows linearly with the tokens."""
 USABLE_MEMORY_SHARE = 0.95
 """Share of the memory to plan with: allocators round up and leave gaps."""
 CUDA_SEGMENT_BYTES = 20 * 2**20

@@ -83,8 +83,7 @@ class KahanAdamW(Optimizer):
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> float:
-        """Return the norm of the unscaled gradients; the next `step` clips to `max_norm`. The gradients are not
-        changed, since small ones would underflow."""
+        """Return the norm of the unscaled gradients, which the next `step` clips: here small ones would underflow."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         total = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0

@@ -80,8 +80,8 @@ def choose_precision(
     capability: tuple[int, int] | None = None,
     probe: Callable[[torch.device], bool] = supports_bf16_matmul,
 ) -> Precision:
-    """Choose the precision for a device. `capability` is looked up if it is not given; `probe` tests bf16 where torch
-    cannot tell."""
+    """Choose the precision for a device. `capability` is looked up by default; `probe` tests bf16 if torch cannot
+    tell."""
     if device.type == "cuda":
         return _on_cuda(setting, capability or torch.cuda.get_device_capability(device))
     where = "Apple MPS" if device.type == "mps" else "the CPU"

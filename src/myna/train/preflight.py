@@ -252,8 +252,7 @@ T = TypeVar("T")
 
 
 def check_trainable_parameters(context: CheckContext) -> None:
-    """Check that there are trainable parameters, a LoRA among them if the recipe has one, and that the optimizer holds
-    all of them."""
+    """Check that there are trainable parameters, LoRA among them if configured, all of them in the optimizer."""
     trainer, mode = context.trainer, context.recipe.adapt.mode
     trainable = [name for name, parameter in trainer.trainable_parameters.items() if parameter.requires_grad]
     if not trainable:
@@ -290,8 +289,7 @@ def check_largest_batch_fits(context: CheckContext) -> int:
 
 
 def run_two_steps(trainer: Trainer, batch: Batch) -> None:
-    """Run two optimizer steps on the unwrapped objective with a separate optimizer, so that a rank that fails fails
-    alone."""
+    """Run two steps of a separate optimizer on the unwrapped objective, so that a rank that fails fails alone."""
     settings, accelerator = trainer.recipe.train, trainer.accelerator
     objective = accelerator.unwrap_model(trainer.objective).train()
     parameters = list(trainer.trainable_parameters.values())
@@ -322,8 +320,8 @@ def run_two_steps(trainer: Trainer, batch: Batch) -> None:
 
 
 def check_gradients(trainer: Trainer) -> None:
-    """Check that every trainable parameter has a finite gradient, and that not all are zero. Those of a new LoRA's A
-    are zero."""
+    """Check that every trainable parameter has a finite gradient, and that not all are zero, as those of a new A
+    are."""
     gradients = {name: parameter.grad for name, parameter in trainer.trainable_parameters.items()}
     missing = [name for name, gradient in gradients.items() if gradient is None]
     if missing:

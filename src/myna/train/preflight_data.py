@@ -164,8 +164,7 @@ def check_evaluation_unseen(context: CheckContext) -> None:
 
 
 def check_references_differ(context: CheckContext) -> None:
-    """Check that no reference has the audio of its target, whatever the files are called: the model would learn to
-    copy."""
+    """Check that no reference has the audio of its target, whatever the files are called."""
     dataset, sampler = context.loader.dataset, context.loader.reference_sampler
     copies = [
         f"{target.id} and its reference {reference.id}"
@@ -182,8 +181,7 @@ def check_references_differ(context: CheckContext) -> None:
 
 
 def check_labels_present(context: CheckContext) -> None:
-    """Check that every sample has labels, that the collator keeps all of them, and that they cover neither nothing nor
-    everything."""
+    """Check that every sample has labels, that the collator keeps them, and that they cover a plausible share."""
     samples, family = context.samples, context.trainer.family
     empty = [sample.id for sample in samples if not _label_count(sample)]
     if empty:

@@ -79,8 +79,7 @@ class Trainer:
         log: Callable[[str], None],
         recompute: int | None = None,
     ) -> Trainer:
-        """Make the trainer. `recompute` comes from the memory plan; without it, `gradient_checkpointing: auto`
-        recomputes no layer."""
+        """Make the trainer. `recompute` is from the memory plan; by default `auto` recomputes no layer."""
         settings = recipe.train
         # Every rank starts from the same adapter, whatever its random state was.
         torch.manual_seed(settings.seed)
@@ -150,8 +149,8 @@ class Trainer:
     def train_step(
         self, batches: Sequence[Batch], weights: torch.Tensor, learning_rate: float
     ) -> tuple[LossAccumulator, float]:
-        """Run one optimizer step over this rank's micro-batches; return losses over all ranks, and the gradient norm
-        before clipping."""
+        """Run one optimizer step over this rank's micro-batches; return losses over all ranks, and the gradient
+        norm."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         # Targets are counted first, over all micro-batches and ranks, so that each of them weighs the same.

@@ -96,8 +96,7 @@ def detect_format(source: str) -> str:
 
 
 def check_source(source: str, format: str | None = None) -> str:
-    """Return the layout of a source, given or detected. Raises an error if the source does not exist, without reading
-    it."""
+    """Return the layout of a source, given or detected; raise an error if the source does not exist."""
     if format is not None and format not in FORMATS:
         raise DataError(f"there is no format `{format}`", hint=f"use one of {', '.join(FORMATS)}")
     if format not in (None, "hf") and not Path(source).exists():
@@ -162,7 +161,7 @@ def _wrong_format(source: str, format: str, reason: str) -> DataError:
 
 
 def write_import(imported: ImportResult, out: Path, *, max_bad: float = 0.01) -> None:
-    """Write `rejected.jsonl` and `manifest.jsonl`; above `max_bad` write only the former and raise an error with the
+    """Write `rejected.jsonl` and `manifest.jsonl`; above `max_bad` only the former, and raise an error with the
     reasons."""
     rejected = out / "rejected.jsonl"
     with atomic_write(rejected) as temporary:

@@ -10,21 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from myna.data.importers.records import (
-    ImportContext,
-    Importer,
-    ImportItem,
-    RecordError,
-    SourceRecord,
-    build_utterances,
-    collect_extras,
-    find_file,
-    json_records,
-    parse_span,
-    read_head,
-    require_field,
-    require_type,
-)
+from myna.data.importers import records
+from myna.data.importers.records import ImportContext, Importer, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.manifest import Span, Utterance
 from myna.text.normalization import normalise_text
 
@@ -62,21 +49,20 @@ class ImportedConversation:
 def read_conversations(
     source: Path, context: ImportContext, parse: Callable[[SourceRecord], ImportedConversation]
 ) -> Iterator[ImportItem]:
-    """Read the utterances of a JSON or JSONL file whose objects `parse` turns into conversations; it sets their ids
-    too."""
-    return build_utterances(json_records(source), lambda record: _utterances(parse(record), context))
+    """Read the utterances of a JSON or JSONL file whose objects `parse` turns into conversations with ids."""
+    return build_utterances(records.json_records(source), lambda record: _utterances(parse(record), context))
 
 
 def read_messages(sample: Mapping[str, Any], content_type: type[T]) -> Iterator[tuple[str, T]]:
     """Yield role and content of each message of a sample."""
-    for message in require_field(sample, "messages", list):
-        message = require_type(message, dict, "messages")
-        yield require_field(message, "role", str), require_field(message, "content", content_type)
+    for message in records.require_field(sample, "messages", list):
+        message = records.require_type(message, dict, "messages")
+        yield records.require_field(message, "role", str), records.require_field(message, "content", content_type)
 
 
 def _utterances(sample: ImportedConversation, context: ImportContext) -> Iterator[Utterance]:
-    """Yield the utterances of a conversation: the assistant's clips from `start` on are targets, all clips before a
-    target its references."""
+    """Yield the utterances: the assistant's clips from `start` on are targets, all clips before a target its
+    references."""
     clips = list(transcribed_clips(sample))
     target_count = sum(is_target for _, _, is_target in clips)
     if not target_count:
@@ -143,7 +129,7 @@ SCENE = re.compile(r"<\|scene_desc_start\|>(.*?)<\|scene_desc_end\|>", re.DOTALL
 
 
 def _matches_chatml(source: Path) -> bool:
-    head = read_head(source, ".json", ".jsonl")
+    head = records.read_head(source, ".json", ".jsonl")
     return '"messages"' in head and '"audios"' not in head
 
 
@@ -154,20 +140,20 @@ def _read_chatml(source: Path, context: ImportContext) -> Iterator[ImportItem]:
 def parse_conversation(record: SourceRecord, context: ImportContext) -> ImportedConversation:
     """Parse one sample; its id is also set in the record."""
     sample = record.data
-    misc = require_type(sample.get("misc") or {}, dict, "misc")
+    misc = records.require_type(sample.get("misc") or {}, dict, "misc")
     record.id = str(misc.get("sample_id") or sample.get("id") or f"{record.source.stem}-{record.line}")
     messages = read_messages(sample, object)
     turns = [
         ImportedTurn(role, list(_chatml_parts(content, context, record.source.parent))) for role, content in messages
     ]
-    extras = collect_extras({key: value for key, value in sample.items() if key not in CHATML_FIELDS})
-    extras |= collect_extras({key: value for key, value in misc.items() if key not in ("sample_id", "speaker")})
+    extras = records.collect_extras({key: value for key, value in sample.items() if key not in CHATML_FIELDS})
+    extras |= records.collect_extras({key: value for key, value in misc.items() if key not in ("sample_id", "speaker")})
     return ImportedConversation(
         id=record.id,
         turns=turns,
         speaker=str(sample.get("speaker") or misc.get("speaker") or context.speaker),
         language=str(sample.get("language") or context.language),
-        start=require_type(sample.get("start_index") or 0, int, "start_index"),
+        start=records.require_type(sample.get("start_index") or 0, int, "start_index"),
         reference_text=str(misc.get("ref_transcript") or ""),
         target_text=str(misc.get("target_transcript") or ""),
         extras=extras | _system_extras(turns),
@@ -188,15 +174,15 @@ def _chatml_parts(content: Any, context: ImportContext, folder: Path) -> Iterato
 
 
 def _chatml_clip(content: Mapping[str, Any], context: ImportContext, folder: Path) -> ImportedClip:
-    span = parse_span(content.get("offset"), duration=content.get("duration"))
+    span = records.parse_span(content.get("offset"), duration=content.get("duration"))
     url, raw = content.get("audio_url"), content.get("raw_audio")
     if url and url != "placeholder":
-        path = require_type(url, str, "audio_url").removeprefix("file://")
-        return ImportedClip(find_file(path, folder, Path()), span)
+        path = records.require_type(url, str, "audio_url").removeprefix("file://")
+        return ImportedClip(records.find_file(path, folder, Path()), span)
     if not raw:
         raise RecordError("placeholder without clip", "neither `audio_url` nor `raw_audio`")
     try:
-        data = base64.b64decode(require_type(raw, str, "raw_audio"), validate=True)
+        data = base64.b64decode(records.require_type(raw, str, "raw_audio"), validate=True)
     except (binascii.Error, ValueError) as error:
         raise RecordError("unreadable audio", f"`raw_audio` is not base64: {error}") from None
     return ImportedClip(context.save_embedded_audio(data), span)
@@ -226,7 +212,7 @@ PLACEHOLDER = "<audio>"
 
 
 def _matches_ms_swift(source: Path) -> bool:
-    head = read_head(source, ".json", ".jsonl")
+    head = records.read_head(source, ".json", ".jsonl")
     return '"messages"' in head and '"audios"' in head
 
 
@@ -235,23 +221,27 @@ def _read_ms_swift(source: Path, context: ImportContext) -> Iterator[ImportItem]
         sample = record.data
         record.id = str(sample.get("id") or f"{source.stem}-{record.line}")
         messages = list(read_messages(sample, str))
-        names = [require_type(name, str, "audios") for name in require_type(sample.get("audios") or [], list, "audios")]
-        clips = [ImportedClip(find_file(name, source.parent, Path())) for name in names]
+        names = [
+            records.require_type(name, str, "audios")
+            for name in records.require_type(sample.get("audios") or [], list, "audios")
+        ]
+        clips = [ImportedClip(records.find_file(name, source.parent, Path())) for name in names]
         system = " ".join(text for role, text in messages if role == "system").strip()
         return ImportedConversation(
             id=record.id,
             turns=_place_clips(messages, clips),
             speaker=str(sample.get("speaker") or sample.get("speaker_id") or context.speaker),
             language=str(sample.get("language") or context.language),
-            extras=collect_extras({k: v for k, v in sample.items() if k not in MS_SWIFT_FIELDS} | {"system": system}),
+            extras=records.collect_extras(
+                {k: v for k, v in sample.items() if k not in MS_SWIFT_FIELDS} | {"system": system}
+            ),
         )
 
     return read_conversations(source, context, parse)
 
 
 def _place_clips(messages: list[tuple[str, str]], clips: list[ImportedClip]) -> list[ImportedTurn]:
-    """Return turns with each clip at its placeholder. A single clip without a placeholder is spoken in the assistant's
-    only turn."""
+    """Return turns with each clip at its placeholder; a single clip without one is in the assistant's only turn."""
     placeholders = sum(text.count(PLACEHOLDER) for _, text in messages)
     answers = [number for number, (role, _) in enumerate(messages) if role == "assistant"]
     is_transcript = len(clips) == len(answers) == 1 and PLACEHOLDER not in messages[answers[0]][1]

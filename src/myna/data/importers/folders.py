@@ -6,23 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from myna.core.io import is_file
-from myna.data.importers.records import (
-    AUDIO_SUFFIXES,
-    OTHER_AUDIO_SUFFIXES,
-    ImportContext,
-    Importer,
-    ImportItem,
-    RecordError,
-    SourceRecord,
-    build_utterances,
-    index_file,
-    json_records,
-    list_files,
-    list_recordings,
-    nonblank_lines,
-    read_head,
-    read_transcript,
-)
+from myna.data.importers import records
+from myna.data.importers.records import ImportContext, Importer, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.importers.scored import SCORED_JSONL
 from myna.data.importers.tables import TABLE
 from myna.data.manifest import SpanError, Utterance, parse_manifest_line
@@ -31,8 +16,8 @@ from myna.data.manifest import SpanError, Utterance, parse_manifest_line
 
 
 def _matches_manifest(source: Path) -> bool:
-    file = index_file(source, "manifest.jsonl")
-    first = read_head(file, ".jsonl").partition("\n")[0]
+    file = records.index_file(source, "manifest.jsonl")
+    first = records.read_head(file, ".jsonl").partition("\n")[0]
     is_manifest = all(f'"{key}"' in first for key in ("id", "audio", "text"))
     return is_manifest and '"messages"' not in first and not SCORED_JSONL.matches(file)
 
@@ -48,7 +33,7 @@ def _read_manifest(source: Path, context: ImportContext) -> Iterator[ImportItem]
         except ValueError as error:
             raise RecordError("malformed", str(error)) from None
 
-    return build_utterances(json_records(index_file(source, "manifest.jsonl")), make)
+    return build_utterances(records.json_records(records.index_file(source, "manifest.jsonl")), make)
 
 
 MYNA_MANIFEST = Importer("Myna's own manifest.jsonl", _matches_manifest, _read_manifest)
@@ -67,7 +52,7 @@ DOCUMENT_NAMES = ("readme", "license", "licence", "copying", "notice", "changelo
 def _matches_folder(source: Path) -> bool:
     if not source.is_dir() or any((source / index).exists() for index in INDEX_FILES):
         return False
-    return any(_transcript_file(audio) for audio in list_recordings(source))
+    return any(_transcript_file(audio) for audio in records.list_recordings(source))
 
 
 def _read_folder(source: Path, context: ImportContext) -> Iterator[ImportItem]:
@@ -79,17 +64,17 @@ def _read_folder(source: Path, context: ImportContext) -> Iterator[ImportItem]:
             raise RecordError("missing file", "no .txt or .lab beside it")
         is_in_subfolder = audio.parent != source
         speaker = audio.parent.name if is_in_subfolder else context.speaker or source.resolve().name
-        yield Utterance(record.id, audio, read_transcript(text), speaker, context.language)
+        yield Utterance(record.id, audio, records.read_transcript(text), speaker, context.language)
 
-    recordings = list_recordings(source)
+    recordings = records.list_recordings(source)
     names = {audio.with_suffix("") for audio in recordings}
     no_recording = RecordError("missing file", "no recording beside it")
-    records = [SourceRecord(audio, None, audio) for audio in recordings] + [
+    items = [SourceRecord(audio, None, audio) for audio in recordings] + [
         SourceRecord(text, None, no_recording)
-        for text in list_files(source, *TEXT_SUFFIXES)
+        for text in records.list_files(source, *TEXT_SUFFIXES)
         if text.with_suffix("") not in names and text.stem.lower() not in DOCUMENT_NAMES
     ]
-    return build_utterances(records, make)
+    return build_utterances(items, make)
 
 
 def _transcript_file(audio: Path) -> Path | None:
@@ -107,13 +92,13 @@ FOLDER = Importer(
 
 
 def _matches_ljspeech(source: Path) -> bool:
-    file = index_file(source, "metadata.csv")
-    has_bars = file.name == "metadata.csv" and "|" in read_head(file).partition("\n")[0]
+    file = records.index_file(source, "metadata.csv")
+    has_bars = file.name == "metadata.csv" and "|" in records.read_head(file).partition("\n")[0]
     return has_bars and (file.parent / "wavs").is_dir() and not TABLE.matches(file)
 
 
 def _read_ljspeech(source: Path, context: ImportContext) -> Iterator[ImportItem]:
-    index = index_file(source, "metadata.csv")
+    index = records.index_file(source, "metadata.csv")
     speaker = context.speaker or index.parent.resolve().name
 
     def make(record: SourceRecord) -> Iterator[Utterance]:
@@ -128,11 +113,14 @@ def _read_ljspeech(source: Path, context: ImportContext) -> Iterator[ImportItem]
             raise RecordError("malformed", f"{2 + len(normalised)} columns, not 2 or 3")
         transcript = "".join(normalised).strip() or text
         extras = {"original_text": text} if transcript != text else {}
-        candidates = [index.parent / "wavs" / f"{name}{suffix}" for suffix in (*AUDIO_SUFFIXES, *OTHER_AUDIO_SUFFIXES)]
+        candidates = [
+            index.parent / "wavs" / f"{name}{suffix}"
+            for suffix in (*records.AUDIO_SUFFIXES, *records.OTHER_AUDIO_SUFFIXES)
+        ]
         audio = next((path for path in candidates if is_file(path)), candidates[0])
         yield Utterance(name, audio, transcript, speaker, context.language, extras=extras)
 
-    return build_utterances((SourceRecord(index, number, line) for number, line in nonblank_lines(index)), make)
+    return build_utterances((SourceRecord(index, number, line) for number, line in records.nonblank_lines(index)), make)
 
 
 LJSPEECH = Importer(

@@ -9,23 +9,8 @@ from typing import Any
 
 from myna.audio.files import probe
 from myna.core.errors import AudioError
-from myna.data.importers.records import (
-    ImportContext,
-    Importer,
-    ImportItem,
-    RecordError,
-    SourceRecord,
-    build_utterances,
-    collect_extras,
-    find_file,
-    index_file,
-    json_samples,
-    parse_json,
-    read_head,
-    read_transcript,
-    require_field,
-    require_type,
-)
+from myna.data.importers import records
+from myna.data.importers.records import ImportContext, Importer, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.manifest import SPEAKER_TAG, TASKS, Utterance
 from myna.text.normalization import normalise_text
 
@@ -37,31 +22,33 @@ MAX_DURATION_ERROR_SECONDS = 1.0
 
 
 def _matches(source: Path) -> bool:
-    file = index_file(source, "metadata.json")
-    return file.name == "metadata.json" and bool(re.search(r'"(dataset_info|samples)"\s*:', read_head(file)))
+    file = records.index_file(source, "metadata.json")
+    return file.name == "metadata.json" and bool(re.search(r'"(dataset_info|samples)"\s*:', records.read_head(file)))
 
 
 def _read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
-    index = index_file(source, "metadata.json")
+    index = records.index_file(source, "metadata.json")
     folders = (index.parent, Path())
 
     def make(record: SourceRecord) -> Iterator[Utterance]:
         sample = record.data
-        record.id = str(require_field(sample, "id", object))
+        record.id = str(records.require_field(sample, "id", object))
         speaker = str(sample.get("speaker_id") or context.speaker)
         language = str(sample.get("language") or context.language)
-        extras = collect_extras({key: value for key, value in sample.items() if key not in MAPPED_FIELDS})
+        extras = records.collect_extras({key: value for key, value in sample.items() if key not in MAPPED_FIELDS})
         task = sample.get("task_type")
         if task and task not in TASKS:
             raise RecordError("malformed", f"`task_type` is {task!r}, and not one of {', '.join(TASKS)}")
         extras |= {"task": task} if task else {}
-        audio = find_file(require_field(sample, "audio_file", str), *folders)
-        text = read_transcript(find_file(require_field(sample, "transcript_file", str), *folders))
+        audio = records.find_file(records.require_field(sample, "audio_file", str), *folders)
+        text = records.read_transcript(
+            records.find_file(records.require_field(sample, "transcript_file", str), *folders)
+        )
         _check_duration(sample.get("duration"), audio)
         ids, references = [], _references(sample)
         _check_references(references, text)
         for number, fields in enumerate(references):
-            file = find_file(require_field(fields, "ref_audio_file", str), *folders)
+            file = records.find_file(records.require_field(fields, "ref_audio_file", str), *folders)
             owner = str(fields.get("speaker_id") or speaker)
             name = f"{record.id}/ref{number}"
             id, new = context.register_reference(name, file, fields["ref_transcript"], owner, language)
@@ -73,11 +60,11 @@ def _read(source: Path, context: ImportContext) -> Iterator[ImportItem]:
             extras["speaker_tags"] = [fields.get("speaker_tag") for fields in references]
         yield Utterance(record.id, audio, text, speaker, language, extras=extras)
 
-    tree = parse_json(index.read_bytes())
+    tree = records.parse_json(index.read_bytes())
     samples = tree.get("samples") if isinstance(tree, dict) else tree if isinstance(tree, RecordError) else None
     if not isinstance(samples, list | RecordError):
         samples = RecordError("malformed", "there is no list `samples`")
-    return build_utterances(json_samples(index, samples), make)
+    return build_utterances(records.json_samples(index, samples), make)
 
 
 def _references(sample: dict[str, Any]) -> list[dict[str, Any]]:
@@ -85,8 +72,8 @@ def _references(sample: dict[str, Any]) -> list[dict[str, Any]]:
     if str(sample.get("task_type")).endswith("smart_voice"):
         return []
     if sample.get("ref_speakers"):
-        speakers = require_type(sample["ref_speakers"], list, "ref_speakers")
-        references = [require_type(speaker, dict, "ref_speakers") for speaker in speakers]
+        speakers = records.require_type(sample["ref_speakers"], list, "ref_speakers")
+        references = [records.require_type(speaker, dict, "ref_speakers") for speaker in speakers]
         return sorted(references, key=_tag_numbers)
     if sample.get("ref_audio_file"):
         return [sample]
@@ -101,9 +88,9 @@ def _tag_numbers(reference: dict[str, Any]) -> list[float]:
 
 def _check_references(references: list[dict[str, Any]], text: str) -> None:
     """Check that each reference has a text, and each speaker of the text their own reference, in order."""
-    files = [require_field(fields, "ref_audio_file", str) for fields in references]
+    files = [records.require_field(fields, "ref_audio_file", str) for fields in references]
     for file, fields in zip(files, references, strict=True):
-        if not normalise_text(require_type(fields.get("ref_transcript") or "", str, "ref_transcript")):
+        if not normalise_text(records.require_type(fields.get("ref_transcript") or "", str, "ref_transcript")):
             raise RecordError("empty text", f"there is no `ref_transcript` of {file}")
     if len(set(files)) < len(files):
         raise RecordError("malformed", f"one reference for two speakers: {', '.join(files)}")

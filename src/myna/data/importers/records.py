@@ -1,5 +1,4 @@
-"""Records of a source: items with file and line, their fields, the files they are read from, and the `Importer` of a
-layout."""
+"""Records of a source: items with file and line, their fields and files, and the `Importer` of a layout."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ ImportItem = ImportedUtterance | RejectedRecord
 
 
 class RecordError(Exception):
-    """Error of one record that cannot be used. Raised and caught within the importers; `line` is for a file that is one
-    record."""
+    """Error of one record that cannot be used, caught by the importers; `line` is for a file that is one record."""
 
     def __init__(self, reason: RejectionReason, detail: str = "", line: int | None = None) -> None:
         super().__init__(reason, detail)
@@ -177,8 +175,7 @@ def parse_span(start: Any, end: Any = None, duration: Any = None) -> Span | None
 
 
 def collect_extras(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect fields without an attribute of their own as JSON values. Names reserved by Myna get a prefix unless they
-    fit."""
+    """Collect fields without an attribute as JSON values. Names reserved by Myna get a prefix unless they fit."""
     extras = {}
     for key, value in data.items():
         value = _to_json_value(value)
@@ -300,8 +297,7 @@ def list_files(folder: Path, *suffixes: str) -> list[Path]:
 
 
 def list_recordings(folder: Path) -> list[Path]:
-    """List recordings below a folder. A file with a suffix outside `AUDIO_SUFFIXES` counts if no other file has its
-    name."""
+    """List recordings below a folder. Suffixes outside `AUDIO_SUFFIXES` count if no other file has the name."""
     recordings = list_files(folder, *AUDIO_SUFFIXES)
     others: dict[Path, Path] = {}
     for path in sorted(list_files(folder, *OTHER_AUDIO_SUFFIXES), key=_suffix_order):

@@ -7,20 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from myna.data.importers.records import (
-    ImportContext,
-    Importer,
-    ImportItem,
-    RecordError,
-    SourceRecord,
-    build_utterances,
-    find_file,
-    json_records,
-    nonblank_lines,
-    parse_json,
-    require_field,
-    require_type,
-)
+from myna.data.importers import records
+from myna.data.importers.records import ImportContext, Importer, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.importers.tables import utterance_from_row
 from myna.data.manifest import Utterance
 from myna.data.pronunciation import DEFAULT_QUESTION, PUBLISHED_CORPUS, SCORES, read_assessment
@@ -32,7 +20,7 @@ def _matches_scored(source: Path) -> bool:
     if source.suffix != ".jsonl" or not source.is_file():
         return False
     with source.open("rb") as file:
-        first = parse_json(file.readline())
+        first = records.parse_json(file.readline())
     return isinstance(first, dict) and {"audio", "text", "scores"} <= first.keys()
 
 
@@ -41,7 +29,7 @@ def _read_scored(source: Path, context: ImportContext) -> Iterator[ImportItem]:
         scores = {key: record.data.pop(key) for key in ("scores", "words") if key in record.data}
         yield add_assessment(utterance_from_row(record, context, (source.parent, Path())), scores)
 
-    return build_utterances(json_records(source), build)
+    return build_utterances(records.json_records(source), build)
 
 
 def add_assessment(utterance: Utterance, scores: dict[str, Any]) -> Utterance:
@@ -76,7 +64,7 @@ def _matches_speechocean(source: Path) -> bool:
 
 def _read_speechocean(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     path = _scores_file(source)
-    scores = parse_json(path.read_bytes())
+    scores = records.parse_json(path.read_bytes())
     line_numbers = _line_numbers(path)
     texts, speakers = (dict(pair for _, pair in _kaldi_lines(source / name)) for name in ("text", "utt2spk"))
 
@@ -90,29 +78,35 @@ def _read_speechocean(source: Path, context: ImportContext) -> Iterator[ImportIt
             raise RecordError("bad score", f"{path} has none for it")
         # From here on errors belong to the scores.
         record.source, record.line = path, line_numbers.get(record.id)
-        audio = find_file(name, source, source.parent, Path())
+        audio = records.find_file(name, source, source.parent, Path())
         speaker = speakers.get(record.id, context.speaker)
         extras = {"corpus": PUBLISHED_CORPUS}
         utterance = Utterance(record.id, audio, texts[record.id], speaker, context.language or "en", None, extras)
-        sentence = require_type(scores[record.id], dict, record.id)
-        words = [_assessed_word(require_type(word, dict, "words")) for word in require_field(sentence, "words", list)]
+        sentence = records.require_type(scores[record.id], dict, record.id)
+        words = [
+            _assessed_word(records.require_type(word, dict, "words"))
+            for word in records.require_field(sentence, "words", list)
+        ]
         # `completeness` is left out, as in the literature: nearly all are 10.
         given = {name: sentence[name] for name in SCORES if name in sentence}
         yield add_assessment(utterance, {"scores": given, "words": words})
 
     if isinstance(scores, RecordError):
         return build_utterances([SourceRecord(path, None, scores)], build)
-    records = (SourceRecord(source / "wav.scp", number, pair) for number, pair in _kaldi_lines(source / "wav.scp"))
-    return build_utterances(records, build)
+    lines = (SourceRecord(source / "wav.scp", number, pair) for number, pair in _kaldi_lines(source / "wav.scp"))
+    return build_utterances(lines, build)
 
 
 def _assessed_word(stored: dict[str, Any]) -> dict[str, Any]:
     phones = stored.get("phones", [])
-    phones = phones.split() if isinstance(phones, str) else list(require_type(phones, list, "phones"))
+    phones = phones.split() if isinstance(phones, str) else list(records.require_type(phones, list, "phones"))
     pronounced: list[list[str]] = [[phone] for phone in phones]
-    for mistake in require_type(stored.get("mispronunciations", []), list, "mispronunciations"):
-        mistake = require_type(mistake, dict, "mispronunciations")
-        index, instead = require_field(mistake, "index", int), require_field(mistake, "pronounced-phone", str)
+    for mistake in records.require_type(stored.get("mispronunciations", []), list, "mispronunciations"):
+        mistake = records.require_type(mistake, dict, "mispronunciations")
+        index, instead = (
+            records.require_field(mistake, "index", int),
+            records.require_field(mistake, "pronounced-phone", str),
+        )
         if not 0 <= index < len(phones):
             problem = f"`{stored.get('text')}` has {len(phones)} phones, and a mistake in number {index}"
             raise RecordError("bad score", problem)
@@ -127,12 +121,12 @@ def _assessed_word(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scores_file(source: Path) -> Path:
-    return find_file(SCORES_FILE, source, source / "resource", source.parent / "resource")
+    return records.find_file(SCORES_FILE, source, source / "resource", source.parent / "resource")
 
 
 def _kaldi_lines(path: Path) -> Iterator[tuple[int, tuple[str, str]]]:
     """Yield line number, key and value."""
-    for number, line in nonblank_lines(path) if path.is_file() else ():
+    for number, line in records.nonblank_lines(path) if path.is_file() else ():
         key, _, value = line.decode("utf-8", errors="replace").replace("\t", " ").partition(" ")
         yield number, (key, value.strip())
 
@@ -141,7 +135,9 @@ def _line_numbers(path: Path) -> dict[str, int]:
     """Find the line of the JSON file on which each sentence begins, for error messages."""
     begins = re.compile(rb'"([^"]+)"\s*:\s*\{')
     return {
-        key.decode(errors="replace"): number for number, line in nonblank_lines(path) for key in begins.findall(line)
+        key.decode(errors="replace"): number
+        for number, line in records.nonblank_lines(path)
+        for key in begins.findall(line)
     }
 
 

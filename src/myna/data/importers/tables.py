@@ -12,19 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from myna.core.errors import DataError
-from myna.data.importers.records import (
-    ImportContext,
-    Importer,
-    ImportItem,
-    RecordError,
-    SourceRecord,
-    build_utterances,
-    collect_extras,
-    find_file,
-    list_files,
-    parse_span,
-    read_head,
-)
+from myna.data.importers import records
+from myna.data.importers.records import ImportContext, Importer, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.manifest import Utterance
 
 COLUMNS = {
@@ -57,12 +46,12 @@ def utterance_from_row(record: SourceRecord, context: ImportContext, folders: It
         columns.pop("duration", None)
     value = {field: row[column] for field, column in columns.items()}
     record.id = str(value["id"]) if "id" in value else None
-    span = parse_span(value.get("start"), value.get("end"), value.get("duration"))
+    span = records.parse_span(value.get("start"), value.get("end"), value.get("duration"))
     audio, name = _row_audio(value.get("audio"), context, folders)
     record.id = record.id or name + (f"@{span.start:g}" if span else "")
     defaults = {"text": "", "speaker": context.speaker, "language": context.language}
     text, speaker, language = (str(value.get(field, default)) for field, default in defaults.items())
-    extras = collect_extras({key: item for key, item in row.items() if key not in columns.values()})
+    extras = records.collect_extras({key: item for key, item in row.items() if key not in columns.values()})
     return Utterance(record.id, audio, text, speaker, language, span, extras)
 
 
@@ -76,7 +65,7 @@ def _row_audio(value: Any, context: ImportContext, folders: Iterable[Path]) -> t
             path = context.save_embedded_audio(data)
             return path, path.stem
         case {"path": str(name)} | str(name):
-            return find_file(name, *folders), _clip_name(name)
+            return records.find_file(name, *folders), _clip_name(name)
         case _:
             raise RecordError("missing file", "the row names no audio")
 
@@ -114,7 +103,7 @@ def _table(source: Path) -> Path | None:
 
 def _header(file: Path) -> tuple[str, list[str]]:
     """Return the delimiter that gives the first line most known columns, and the columns."""
-    first = read_head(file).removeprefix("\ufeff").splitlines()[:1]
+    first = records.read_head(file).removeprefix("\ufeff").splitlines()[:1]
     splits = [(delimiter, next(_parse(iter(first), delimiter), list[str]())) for delimiter in ",\t;|"]
     return max(splits, key=lambda split: (len(map_columns(split[1])), len(split[1])))
 
@@ -188,16 +177,16 @@ def _read_hub(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     def make(record: SourceRecord) -> Iterator[Utterance]:
         yield utterance_from_row(record, context, (record.source.parent, Path()))
 
-    records = (
+    items = (
         (record for file in _hf_files(source) for record in _local_records(file))
         if source.exists()
         else _hub_records(source)
     )
-    return build_utterances(records, make)
+    return build_utterances(items, make)
 
 
 def _hf_files(source: Path) -> list[Path]:
-    files = list_files(source, *HF_SUFFIXES) if source.is_dir() else [source]
+    files = records.list_files(source, *HF_SUFFIXES) if source.is_dir() else [source]
     return [file for file in files if file.suffix in HF_SUFFIXES and not file.name.startswith("cache-")]
 
 

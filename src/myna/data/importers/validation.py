@@ -160,8 +160,7 @@ def _fit_span(span: Span | None, recording: AudioInfo) -> Span | None:
 
 
 def _check_all_references(items: list[ImportItem]) -> None:
-    """Reject, in place, targets without a valid reference. A rejected one may be another's reference, so this
-    repeats."""
+    """Reject, in place, targets without a valid reference. Repeats, since a rejected one may be another's reference."""
     content_hash = functools.cache(file_hash)
     while True:
         utterances = {item.utterance.id: item.utterance for item in items if isinstance(item, ImportedUtterance)}
