@@ -25,7 +25,7 @@ from myna.core.io import atomic_folder
 
 BINARY_VERSION = 6
 DTYPES = {0: "<f4", 1: "i1", 2: "<i2", 3: "<i4", 4: "<f2"}
-"""Activations by CTranslate2's numbers."""
+"""Types of numpy by CTranslate2's numbers."""
 LANGUAGE_TOKENS_AFTER = "<|startoftranscript|>"
 
 
