@@ -28,7 +28,6 @@ class RegisteredFamily(NamedTuple):
     """Names of built-in configurations, which have no weights."""
 
     def load(self) -> Any:
-        """Import the class."""
         return getattr(import_module(self.module), self.class_name)
 
 
@@ -88,7 +87,6 @@ def open_family(source: str, *, revision: str | None = None, codec: str | None =
 
 
 def open_codec(source: str | Path, *, revision: str | None = None, device: torch.device | str = "cpu") -> Codec:
-    """Open the codec in a folder, or by its hub name."""
     from myna.models.files import resolve_checkpoint
 
     folder = resolve_checkpoint(str(source), revision)

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 def packed_causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...]
 ) -> torch.Tensor:
-    """Attend causally inside each sequence; (positions, heads, head size) in sequence order. One call per sequence is
-    exact on every device, and needs no mask that grows with the square of a packed row."""
+    """Attend causally inside each sequence, one call each: exact on every device, without a quadratic mask."""
     k, v = _repeat_heads(q, k, v)
     attended = []
     for parts in zip(*(torch.split(x, list(lengths)) for x in (q, k, v)), strict=True):

@@ -210,8 +210,7 @@ class Family(ABC):
 
     @abstractmethod
     def load_model(self, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool) -> nn.Module:
-        """Load the weights, checked key by key. `dtype` None keeps the stored types; device `meta` gives shapes
-        alone."""
+        """Load the weights, checked key by key. `dtype` None keeps stored types; device `meta` gives shapes alone."""
 
     @abstractmethod
     def accepts_codes(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
@@ -255,8 +254,8 @@ class Family(ABC):
 
     @abstractmethod
     def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> Batch:
-        """Pack sequences into a batch in which none attends to another. Position t learns the label of position t +
-        `offset`; any value but 1 is for the alignment test."""
+        """Pack sequences, none attending to another. Position t learns the label of t + `offset`, which only a test
+        changes."""
 
     @abstractmethod
     def objective(
@@ -306,8 +305,8 @@ class Family(ABC):
     def save_model(
         self, model: nn.Module, folder: Path, *, layout: str = "transformers", codec: Path | None = None
     ) -> Mapping[str, torch.Tensor]:
-        """Write weights, configuration and tokenizer in a layout of the family, with a copy of the codec's folder.
-        Returns the tensors by the names they are written under."""
+        """Write weights, configuration, tokenizer and a copy of the codec; returns the tensors by the names in the
+        files."""
 
 
 class SpeakingFamily(Family):
@@ -476,5 +475,4 @@ class SpeechDecoder(Protocol):
         """Return the number of whole frames of codes in a row's step results."""
 
     def undelay(self, delayed: StepHistory[Number], start: int, stop: int) -> npt.NDArray[Number]:
-        """(frames, codebooks): frames `start` to `stop` without the delay. The ends of stream are the frame after the
-        last."""
+        """(frames, codebooks): frames `start` to `stop` without the delay; the frame after the last holds the ends."""

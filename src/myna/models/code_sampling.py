@@ -160,8 +160,7 @@ def _frame_keys(state: RowState, rows: int) -> torch.Tensor:
 
 
 def _repeats(codes: torch.Tensor, state: RowState, rows: int, window: torch.Tensor) -> torch.Tensor:
-    """Count how often each code occurs in the window of its codebook. Begin and end of stream count for nothing: end is
-    never drawn twice, and begin never at all."""
+    """Count each code in the window of its codebook. Begin and end count for nothing: they are never drawn twice."""
     history, frames = state.history[:rows], state.frames[:rows, None]
     age = (frames - 1 - torch.arange(MAX_REPETITION_WINDOW, device=codes.device)) % MAX_REPETITION_WINDOW
     recent = (age < window) & (age < frames)
@@ -197,6 +196,5 @@ def mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_noise(key: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Return the Gumbel noise of each class under a key."""
     uniform = ((mix(key ^ classes) >> 8).float() + 0.5) * _TINY
     return -torch.log(-torch.log(uniform))

@@ -56,8 +56,7 @@ def check_codes(codec: Codec, codes: Codes) -> None:
 
 
 _PRECISION_LOCK = RLock()
-"""Held while a codec has changed torch's precision settings, which belong to the whole process. Another thread
-waits, otherwise it would restore them too early, or restore the changed ones."""
+"""Held while torch's precision settings, which belong to the process, are changed; a codec in another thread waits."""
 
 
 @contextmanager
@@ -112,7 +111,6 @@ def plan_windows(reach: int, done: int, frames: int, ended: bool, first_window: 
 
 
 def crop_window(window: Window, samples: Samples, hop: int) -> Samples:
-    """Return the kept samples of a decoded window."""
     return samples[(window.first - window.start) * hop : (window.last - window.start) * hop]
 
 

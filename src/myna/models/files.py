@@ -97,8 +97,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 def check_token_ids(
     tokenizer: PreTrainedTokenizerFast, vocab_size: int, single: Iterable[str], other_ids: Iterable[str]
 ) -> None:
-    """Check that tokenizer and configuration agree: `single` tokens are single, and all ids are below the vocabulary
-    size. `other_ids` describes other ids on which they differ."""
+    """Check that `single` tokens are single and ids below the vocabulary size; `other_ids` names other differences."""
     vocabulary = tokenizer.get_vocab()
     wrong = [
         f"the tokenizer has no single token {token}"

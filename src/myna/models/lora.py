@@ -23,18 +23,8 @@ from torch import nn
 from myna.core.config import AdaptSettings, Quantization
 from myna.core.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from myna.core.io import atomic_write
+from myna.models import files
 from myna.models.base import LoraMatrices, LoraTargets
-from myna.models.files import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_WEIGHTS_FILE,
-    absolute_source,
-    format_names,
-    open_safetensors,
-    require_adapter_files,
-    shapes_of,
-    state_dict_problems,
-    write_json,
-)
 from myna.models.quantized import QUANTIZED_LINEARS, quantized_linears
 
 _ADAPTER = "default"
@@ -109,7 +99,7 @@ def _add_lora(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     with torch.device("meta") if on_meta else nullcontext():
         wrapped: nn.Module = get_peft_model(model, config)
-    config.base_model_name_or_path = absolute_source(family.source)
+    config.base_model_name_or_path = files.absolute_source(family.source)
     # PEFT shortens long lists of names to common ends and matches modules by their ends, so the result is checked.
     for kind, expected in ((LoraLayer, targets.adapted), (ModulesToSaveWrapper, trained)):
         replaced = {name for name, module in wrapped.named_modules() if isinstance(module, kind)}
@@ -173,7 +163,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
     if not isinstance(model, PeftModel):
         raise TrainingError("the model carries no adapter to save", hint="with adapt.mode: full save the whole model")
     tensors = {name: tensor.contiguous() for name, tensor in adapter_state_dict(model).items()}
-    with atomic_write(folder / ADAPTER_WEIGHTS_FILE) as file:
+    with atomic_write(folder / files.ADAPTER_WEIGHTS_FILE) as file:
         save_file(tensors, file, metadata={"format": "pt"})
 
     base = model.get_base_model()
@@ -183,8 +173,8 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
         auto_mapping={"base_model_class": type(base).__name__, "parent_library": type(base).__module__},
     ).to_dict()
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    with atomic_write(folder / ADAPTER_CONFIG_FILE) as file:
-        write_json(file, plain)
+    with atomic_write(folder / files.ADAPTER_CONFIG_FILE) as file:
+        files.write_json(file, plain)
 
 
 def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> nn.Module:
@@ -209,14 +199,13 @@ def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> 
 
 
 def read_lora_matrices(family: SupportsBaseModel, folder: Path) -> LoraMatrices:
-    """Read the matrices of a saved adapter for a batch in which each request may use another adapter. They are checked
-    against the family's model, which need not be loaded."""
+    """Read the matrices of a saved adapter, for batches with several adapters; the model itself need not be loaded."""
     config, tensors = _read_adapter(folder)
     hint = f"merge it first: myna merge {folder} --out MODEL, and speak with MODEL"
     if config.use_dora:
         raise ModelError(f"{folder} is a DoRA, which cannot be applied request by request", hint=hint)
     if config.modules_to_save:
-        whole = format_names(sorted(config.modules_to_save))
+        whole = files.format_names(sorted(config.modules_to_save))
         raise ModelError(f"{folder} has {whole} trained in full, which every request would share", hint=hint)
     config.task_type = None
     model = family.load_model(dtype=torch.float32, device="meta", text_head=False)
@@ -244,9 +233,10 @@ def initialize_adapter(model: nn.Module, folder: Path) -> None:
             hint=" ".join(f"--set {key}={json.dumps(there)}" for key, (there, _) in differing.items())
             + f"; or {merged}",
         )
-    if problems := state_dict_problems(shapes_of(adapter_state_dict(model)), shapes_of(tensors)):
+    if problems := files.state_dict_problems(files.shapes_of(adapter_state_dict(model)), files.shapes_of(tensors)):
         layers = sorted({".".join(name.split(".lora_")[0].split(".")[-2:]) for name in tensors if ".lora_" in name})
-        whole = f", and trains {format_names(sorted(config.modules_to_save))} in full" if config.modules_to_save else ""
+        saved = files.format_names(sorted(config.modules_to_save or ()))
+        whole = f", and trains {saved} in full" if saved else ""
         raise CheckpointError(
             f"{folder} has other modules than adapt.mode, adapt.targets and adapt.train_modules name; "
             + "; ".join(problems),
@@ -271,8 +261,7 @@ def scale_adapter(model: nn.Module, strength: float) -> None:
 
 
 def merge_lora(model: nn.Module, strength: float = 1.0) -> nn.Module:
-    """Merge the adapter, scaled by `strength`, into the model. Returns the model unwrapped and in its own dtype; each
-    weight is computed in fp32 and rounded once."""
+    """Merge the scaled adapter into the model, unwrapped and in its own dtype; weights are computed in fp32."""
     if not isinstance(model, PeftModel):
         raise ModelError("the model carries no adapter to merge", hint="open a run that was trained with a LoRA")
     scale_adapter(model, strength)
@@ -301,10 +290,10 @@ def _merge_layer(layer: Any) -> None:
 
 def trains_text_head(folder: Path, family: SupportsBaseModel) -> bool:
     """Return whether an adapter has tensors of the text head, which is not loaded otherwise."""
-    require_adapter_files(folder)
+    files.require_adapter_files(folder)
     model = family.load_model(dtype=torch.float32, device="meta", text_head=True)
     prefixes = tuple(f"base_model.model.{name}." for name in family.module_names(model)["text_head"])
-    with open_safetensors(folder / ADAPTER_WEIGHTS_FILE) as tensors:
+    with files.open_safetensors(folder / files.ADAPTER_WEIGHTS_FILE) as tensors:
         return any(name.startswith(prefixes) for name in tensors.keys())  # noqa: SIM118 - no dictionary
 
 
@@ -317,11 +306,10 @@ def base_model_hash(
     quantization: Quantization,
     text_head: bool,
 ) -> str:
-    """Return the `weights_hash` of a base model as the training of an adapter has it: in this type, with this
-    quantization, with or without the text head."""
+    """Return the `weights_hash` of a base model as the training of an adapter had it."""
     layers: tuple[str, ...] = ()
     if quantization != "none":
-        config = json.loads((adapter / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
+        config = json.loads((adapter / files.ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
         trained = [f"{name}." for name in config.get("modules_to_save") or ()]
         adapted = family.lora_targets(model, "comprehensive").adapted
         layers = tuple(name for name in adapted if not f"{name}.".startswith(tuple(trained)))
@@ -345,17 +333,17 @@ def weights_hash(weights: Iterable[torch.Tensor]) -> str:
 
 
 def _read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    require_adapter_files(folder)
+    files.require_adapter_files(folder)
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        tensors = load_file(folder / ADAPTER_WEIGHTS_FILE)
+        tensors = load_file(folder / files.ADAPTER_WEIGHTS_FILE)
     except (ValueError, TypeError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{folder} is damaged: {error}", hint="open another checkpoint of the run") from None
     if not isinstance(config, LoraConfig):
         raise ModelError(f"{folder} is a {config.peft_type} adapter", hint="only LoRA adapters can be opened")
     if broken := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
         raise CheckpointError(
-            f"{folder}: {format_names(broken)} not finite", hint="open an earlier checkpoint of the run"
+            f"{folder}: {files.format_names(broken)} not finite", hint="open an earlier checkpoint of the run"
         )
     return config, tensors
 
@@ -366,7 +354,7 @@ def _wrap(model: nn.Module, folder: Path, config: Any, tensors: Mapping[str, tor
         wrapped: nn.Module = PeftModel(model, config)
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
         raise CheckpointError(f"{folder} does not fit the model: {error}", hint=_wrong_model(config)) from error
-    if problems := state_dict_problems(shapes_of(adapter_state_dict(wrapped)), shapes_of(tensors)):
+    if problems := files.state_dict_problems(files.shapes_of(adapter_state_dict(wrapped)), files.shapes_of(tensors)):
         raise CheckpointError(f"{folder} does not fit the model; " + "; ".join(problems), hint=_wrong_model(config))
     return wrapped
 

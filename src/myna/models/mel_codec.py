@@ -23,14 +23,7 @@ from torch.nn import functional as F
 from myna.core.errors import CheckpointError, ModelError
 from myna.core.io import atomic_folder
 from myna.data.codec import Codes, EncodedBatch, NotifyCallback, PendingSamples, Samples, encode_equal_lengths
-from myna.models.codecs import (
-    check_clips,
-    check_codes,
-    codec_revision,
-    decode_in_windows,
-    full_precision,
-    probe_window_independence,
-)
+from myna.models import codecs
 from myna.models.files import format_names, open_safetensors, shapes_of, state_dict_problems, weight_files
 
 SPECTRUM_OVERLAP = 4
@@ -246,7 +239,6 @@ def inverse_stft(spectra: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
 
 
 def _overlap_add(frames: torch.Tensor) -> torch.Tensor:
-    """Overlap and add frames, trimmed at both ends."""
     clips, count, size = frames.shape
     hop, spare = size // SPECTRUM_OVERLAP, (size - size // SPECTRUM_OVERLAP) // 2
     parts = frames.reshape(clips, count, SPECTRUM_OVERLAP, hop)
@@ -312,13 +304,13 @@ class MelCodec:
                 f"the codec in {folder} does not fit its configuration: {'; '.join(problems)}", hint=COPY_AGAIN_HINT
             )
         network.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-        return cls(network, codec_revision(asdict(config), tensors.items()), torch.device(device))
+        return cls(network, codecs.codec_revision(asdict(config), tensors.items()), torch.device(device))
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
         """Encode (clips, samples) to (clips, frames, codebooks). One frame is enough, nothing is padded. Clips are
         encoded one by one: sums are ordered differently in another batch, and a code must not depend on its batch."""
-        check_clips(self, clips)
-        with full_precision(self._device):
+        codecs.check_clips(self, clips)
+        with codecs.full_precision(self._device):
             waves = torch.from_numpy(np.ascontiguousarray(clips, dtype=np.float32)).to(self._device)
             codes = torch.cat([self._network.encode(wave[None]) for wave in waves])
         stacked: npt.NDArray[np.uint16] = codes.cpu().numpy().astype(np.uint16)
@@ -332,10 +324,10 @@ class MelCodec:
     @cached_property
     def window_independent(self) -> bool:
         """Whether long windows give the same bits. Probed once: it depends on the matrix libraries of this machine."""
-        return probe_window_independence(self)
+        return codecs.probe_window_independence(self)
 
     def decode(self, codes: Codes) -> Samples:
-        return decode_in_windows(self, codes)
+        return codecs.decode_in_windows(self, codes)
 
     def decode_windows(self, windows: Sequence[Codes]) -> PendingSamples:
         """Decode windows one by one, because sums may be ordered differently in another batch."""
@@ -343,8 +335,8 @@ class MelCodec:
         return lambda: decoded
 
     def _decode_window(self, codes: Codes) -> Samples:
-        check_codes(self, codes)
-        with full_precision(self._device):
+        codecs.check_codes(self, codes)
+        with codecs.full_precision(self._device):
             ids = torch.from_numpy(codes.astype(np.int64)).to(self._device)
             wave = self._network.decode(ids[None])[0]
         samples: Samples = wave.clamp(-1, 1).cpu().numpy()
@@ -361,7 +353,6 @@ def save_mel_codec(network: MelCodecNetwork, folder: Path) -> None:
 
 
 def read_mel_codec_config(folder: Path) -> MelCodecConfig:
-    """Read rates and sizes from a codec's folder."""
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))

@@ -22,19 +22,8 @@ from torch import nn
 from myna.core.config import AdaptSettings
 from myna.core.errors import CheckpointError, ConfigError, ModelError
 from myna.core.io import atomic_folder, check_new_folder
-from myna.models import open_family
+from myna.models import files, open_family
 from myna.models.base import Family, get_base_model
-from myna.models.files import (
-    USAGE_FINGERPRINTS,
-    WeightsMetadata,
-    absolute_source,
-    open_safetensors,
-    read_metadata,
-    resolve_checkpoint,
-    save_metadata,
-    shapes_of,
-    stored_tensors,
-)
 from myna.models.lora import SupportsLora, make_trainable, merge_lora, resolve_module_names, save_adapter, scale_adapter
 
 LOGIT_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -64,7 +53,6 @@ class MergeCheck:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference that rounding explains."""
         return LOGIT_TOLERANCES[getattr(torch, self.dtype)] * self.largest_logit
 
     @property
@@ -97,7 +85,7 @@ def merge_adapter(
         raise ModelError(
             check.problem, hint="merge it in another type, --dtype float32, or use the adapter as it is: --run"
         )
-    codec = resolve_checkpoint(family.codec_source, None)
+    codec = files.resolve_checkpoint(family.codec_source, None)
     verify_written(folder, family.save_model(merged, folder, layout=layout, codec=codec))
     return check
 
@@ -138,11 +126,11 @@ def compare_merged(base: torch.Tensor, adapted: torch.Tensor, merged: torch.Tens
 
 def verify_written(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Read the weights of a folder back, and check that names and bits are unchanged."""
-    stored = {tensor.name: tensor.file for tensor in stored_tensors(folder)}
+    stored = {tensor.name: tensor.file for tensor in files.stored_tensors(folder)}
     if differing := sorted(stored.keys() ^ tensors.keys()):
         raise CheckpointError(f"{folder} was written with other tensors: {differing[0]}", hint="write it once more")
     for name, file in stored.items():
-        with open_safetensors(file) as opened:
+        with files.open_safetensors(file) as opened:
             found, written = opened.get_tensor(name), tensors[name].detach().cpu()
         if found.dtype != written.dtype or not torch.equal(_bytes(found), _bytes(written)):
             raise CheckpointError(
@@ -165,7 +153,6 @@ class ExtractionReport:
     modules: dict[str, float]
     """Error of each module with a LoRA."""
     copied: tuple[str, ...]
-    """Modules that were copied in full."""
     left: dict[str, float]
     """Parameters that changed and were not extracted, with their change relative to their size."""
 
@@ -196,12 +183,12 @@ def extract_adapter(
     if train_modules is None:
         train_modules = _changed_parts(base, tuned, family, settings)
     model, report = fit_lora(base, tuned, family, settings.model_copy(update={"train_modules": (*train_modules,)}))
-    known = (read_metadata(tuned_family.folder) if tuned_family.folder is not None else None) or WeightsMetadata()
-    inputs = {name: value for name, value in known.inputs.items() if name in USAGE_FINGERPRINTS}
-    changed = {"source": absolute_source(base_source), "revision": None, "text_head": text_head, "inputs": inputs}
+    known = (tuned_family.folder and files.read_metadata(tuned_family.folder)) or files.WeightsMetadata()
+    inputs = {name: value for name, value in known.inputs.items() if name in files.USAGE_FINGERPRINTS}
+    changed = {"source": files.absolute_source(base_source), "revision": None, "text_head": text_head, "inputs": inputs}
     with atomic_folder(out) as written:
         save_adapter(model, written)
-        save_metadata(written, known.model_copy(update=changed))
+        files.save_metadata(written, known.model_copy(update=changed))
     return asdict(report)
 
 
@@ -289,7 +276,7 @@ def _changed_parts(base: nn.Module, tuned: nn.Module, family: SupportsLora, sett
 def _matching_parameters(base: nn.Module, tuned: nn.Module) -> list[dict[str, nn.Parameter]]:
     """Return the parameters of both models by name; names and shapes must agree."""
     parameters = [dict(model.named_parameters()) for model in (base, tuned)]
-    before, after = map(shapes_of, parameters)
+    before, after = map(files.shapes_of, parameters)
     if odd := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
         was, now = before.get(odd[0], "missing"), after.get(odd[0], "missing")
         raise CheckpointError(

@@ -78,12 +78,10 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Compute type."""
         return self.weight.dtype
 
     @property
     def packed_tensors(self) -> list[torch.Tensor]:
-        """Buffers that hold the weight."""
         return list(self.buffers(recurse=False))
 
     def drop_backward(self) -> None:
@@ -159,7 +157,6 @@ class Fp8Linear(QuantizedLinear):
         return self.codes[:16].float().abs().amax(1) * self.scale[:16, 0]
 
     def _multiply(self, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return x times the transpose of the coded weight."""
         x8, x_scale = _quantize_rows(x.reshape(-1, codes.shape[1]))
         if self.native_fp8 and len(x8):
             # bf16 is the only output type with row scales.
@@ -238,8 +235,7 @@ QUANTIZED_LINEARS: dict[str, type[QuantizedLinear]] = {kind.kind: kind for kind 
 
 
 def quantize(model: nn.Module, kind: Quantization, names: Iterable[str], device: torch.device | str) -> nn.Module:
-    """Quantize linear layers one by one, to limit peak memory, and move the model to the device; `none` does
-    nothing."""
+    """Quantize linear layers one by one, to limit peak memory, and move the model to the device."""
     if kind == "none":
         return model
     for name in names:
@@ -268,8 +264,7 @@ def supports_fp8(device: torch.device) -> bool:
 
 
 def _quantize_rows(x: torch.Tensor, powers_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return fp8 codes and a scale per row, which maps the row's absmax to the largest fp8 number or near it. A row
-    that is not finite becomes NaN, so that overflows are detected."""
+    """Return fp8 codes and a scale per row. A row that is not finite becomes NaN, so that overflows are detected."""
     scale = _nonzero(x.abs().amax(-1, keepdim=True).float() / torch.finfo(E4M3).max)
     if powers_of_two:
         scale = torch.exp2(scale.log2().ceil())

@@ -323,8 +323,8 @@ class BatchedEncoder(nn.Module):
         self.join = FusedConv.from_linears(model.fc)
 
     def forward(self, waves: Tensor, frames: Tensor | None = None) -> Tensor:
-        """Encode (clips, samples), with each clip's frames if they differ, to (clips, frames, channels). If an
-        activation overflows fp16, the result is not finite."""
+        """Encode (clips, samples), with their `frames` if they differ; an overflow of fp16 gives values that are not
+        finite."""
         mixed = frames is not None
         if frames is None:
             frames = torch.full((len(waves),), waves.shape[1] // self.hop, device=waves.device)
@@ -382,8 +382,7 @@ class BatchedCodec:
         return (2**31 - 1) // max(len(self._encoder.acoustic.first.bias), len(self._encoder.hubert.first.bias))
 
     def encode(self, clips: Sequence[Samples], batch_seconds: float) -> Iterator[tuple[list[int], list[Codes] | None]]:
-        """Yield codes with the indices of their clips, None for an overflow of fp16, while the next batch is
-        computed."""
+        """Yield codes with their clips' indices, None for an overflow of fp16, while the next batch is computed."""
         pending = None
         for indices in self.batches([len(clip) for clip in clips], batch_seconds):
             launched = indices, self._launch([clips[index] for index in indices])
@@ -431,8 +430,7 @@ class BatchedCodec:
         return fetch
 
     def mismatch_reason(self, codec: Codec) -> str | None:
-        """Compare with `codec.encode` on a minute of synthetic speech; returns the reason if codes differ, else
-        None."""
+        """Compare with `codec.encode` on a minute of synthetic speech; returns the reason if codes differ."""
         lengths = [max(1, int(seconds * self._rate) // self._hop) * self._hop for seconds in PROBE_SECONDS]
         clips = synthetic_speech(lengths, self._rate)
         expected: dict[int, Codes] = {}

@@ -118,8 +118,7 @@ def read_sampling(folder: Path) -> Sampling:
 
 
 def _generation_settings(sampling: Sampling) -> dict[str, Any]:
-    """Return the settings in transformers' names, which allow neither temperature 0 nor settings without
-    `do_sample`."""
+    """Return the settings in transformers' names. Greedy sampling has no temperature there."""
     settings = {theirs: getattr(sampling, ours) for ours, theirs in SAMPLING_KEYS.items()}
     if sampling.temperature > 0:
         return settings | {"do_sample": True}
@@ -185,8 +184,7 @@ def meta_model(
 def load_weights(
     folder: Path, config: HiggsAudioV2Config, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool
 ) -> HiggsAudioV2ForConditionalGeneration:
-    """Load the weights of a folder of either layout, all names and shapes checked first. `dtype` None keeps the stored
-    type. Device `meta` gives the model without weights, and reads nothing."""
+    """Load weights of either layout, all names and shapes checked first. Device `meta` reads nothing."""
     device = torch.device(device)
     model = meta_model(config, text_head=text_head, dtype=dtype)
     if device.type == "meta":

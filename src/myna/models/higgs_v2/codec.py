@@ -162,8 +162,8 @@ class HiggsCodec:
         return decode_in_windows(self, codes)
 
     def decode_windows(self, windows: Sequence[Codes]) -> PendingSamples:
-        """Decode windows, stacked if the kernels of the batched decoder can run (they need seconds of compilation at
-        first), else one by one, since libraries order sums differently in another batch."""
+        """Decode windows: stacked by our kernels, which take seconds to compile, else one by one, as sums depend on the
+        batch."""
         for window in windows:
             check_codes(self, window)
         if self._window_decoder is None and self.window_independent:
@@ -339,8 +339,8 @@ class UpsamplingBlock(nn.Module):
 
 
 def _transposed(conv: nn.ConvTranspose1d) -> FusedConv:
-    """Fuse a transposed convolution of two strides' length. Each input position gives one stride of output, from itself
-    and its two neighbours, so that channels-last outputs only have to be viewed as more time."""
+    """Fuse a transposed convolution of two strides' length: each input position, with its neighbours, gives one
+    stride."""
     stride, padding = conv.stride[0], int(conv.padding[0])
     weight = conv.weight.detach()
     channels, outputs, size = weight.shape

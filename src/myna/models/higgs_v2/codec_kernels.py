@@ -238,8 +238,7 @@ def launch_waveform_conv(
     alpha: torch.Tensor | None,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolve waves: `weight` (taps, channels), `scale` (clips, channels), `shift` (channels,) or (clips,
-    channels)."""
+    """Convolve waves: `weight` (taps, channels), `scale` (clips, channels), `shift` like the scale or (channels,)."""
     (clips, time_in), (taps, channels) = waves.shape, weight.shape
     out = waves.new_empty(clips, time_out, channels)
     total = torch.empty_like(out) if keep else out

@@ -17,17 +17,7 @@ from myna.core.device import supports_triton, why_no_triton
 from myna.core.errors import ModelError
 from myna.data.codec import Codec
 from myna.data.conversation import AudioClip, Conversation, Reference, speech_conversation
-from myna.models import open_codec
-from myna.models.base import (
-    AdapterSlots,
-    RenderedSequence,
-    Sampling,
-    SpeakingFamily,
-    SpeechDecoder,
-    TransformersForward,
-    TransformersGeneration,
-    get_base_model,
-)
+from myna.models import base, open_codec
 from myna.models.files import read_metadata
 from myna.models.hf_family import HFFamily, ModulePatterns
 from myna.models.higgs_v2 import checkpoint
@@ -40,8 +30,7 @@ from myna.models.higgs_v2.render import FRAME_RATE, DelayPattern, HiggsRenderer
 
 
 def builtin_config() -> Any:
-    """Return the configuration of the released model, for parameter counts and memory plans without a download.
-    transformers' defaults fit except for the two numbers below."""
+    """Return the configuration of the released model: transformers' defaults except for two numbers."""
     from transformers import HiggsAudioV2Config
 
     return HiggsAudioV2Config(
@@ -75,7 +64,7 @@ MODULES = ModulePatterns(
 )
 
 
-class HiggsV2(HFFamily, SpeakingFamily):
+class HiggsV2(HFFamily, base.SpeakingFamily):
     name = "higgs_v2"
     checkpoint: ClassVar[Any] = checkpoint
     modules: ClassVar = MODULES
@@ -109,8 +98,8 @@ class HiggsV2(HFFamily, SpeakingFamily):
         return (math.log(config.vocab_size), *[math.log(config.codebook_size)] * config.num_codebooks)
 
     @cached_property
-    def sampling(self) -> Sampling:
-        return Sampling() if self.folder is None else checkpoint.read_sampling(self.folder)
+    def sampling(self) -> base.Sampling:
+        return base.Sampling() if self.folder is None else checkpoint.read_sampling(self.folder)
 
     def accepts_codes(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
         config = self.config
@@ -136,7 +125,7 @@ class HiggsV2(HFFamily, SpeakingFamily):
             )
         return codec
 
-    def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> HiggsBatch:
+    def collate(self, sequences: Sequence[base.RenderedSequence], *, offset: int = 1) -> HiggsBatch:
         return collate(sequences, self._audio_ids, offset=offset)
 
     @property
@@ -148,11 +137,11 @@ class HiggsV2(HFFamily, SpeakingFamily):
         model: nn.Module,
         rows: int,
         max_positions: int,
-        adapters: AdapterSlots | None = None,
+        adapters: base.AdapterSlots | None = None,
         *,
         exact: bool = False,
-    ) -> SpeechDecoder:
-        core = get_base_model(model)
+    ) -> base.SpeechDecoder:
+        core = base.get_base_model(model)
         assert adapters is None or isinstance(adapters, HiggsAdapterSlots)
         weight = core.audio_lm_head.weight
         if supports_triton(weight):
@@ -164,13 +153,13 @@ class HiggsV2(HFFamily, SpeakingFamily):
             warnings.warn(f"{reason}: speech is generated without CUDA graphs, which is slower", stacklevel=2)
         return HiggsDecoder(core, self.delay, rows, max_positions, adapters, exact)
 
-    def adapter_slots(self, model: nn.Module, capacity: int, rank: int) -> AdapterSlots:
-        return HiggsAdapterSlots(get_base_model(model), capacity, rank)
+    def adapter_slots(self, model: nn.Module, capacity: int, rank: int) -> base.AdapterSlots:
+        return HiggsAdapterSlots(base.get_base_model(model), capacity, rank)
 
     @torch.inference_mode()
-    def adapter_effect(self, model: nn.Module, adapters: AdapterSlots, name: str) -> float:
+    def adapter_effect(self, model: nn.Module, adapters: base.AdapterSlots, name: str) -> float:
         assert isinstance(adapters, HiggsAdapterSlots)
-        core, slot = get_base_model(model), adapters.acquire(name)
+        core, slot = base.get_base_model(model), adapters.acquire(name)
         device = core.audio_lm_head.weight.device
         prompt = prompt_tensors(self.render(self.probe()), core.config, device)
         delta = adapters.delta(torch.tensor([slot], device=device), torch.ones(1, device=device))
@@ -190,21 +179,25 @@ class HiggsV2(HFFamily, SpeakingFamily):
         spoken = AudioClip("target", target, target=True)
         return speech_conversation("Four, five.", id="probe", references=(voice,), target=spoken)
 
-    def transformers_forward(self, model: nn.Module, sequence: RenderedSequence) -> TransformersForward:
+    def transformers_forward(self, model: nn.Module, sequence: base.RenderedSequence) -> base.TransformersForward:
         from myna.models.higgs_v2.transformers_reference import transformers_forward
 
-        return transformers_forward(get_base_model(model), sequence)
+        return transformers_forward(base.get_base_model(model), sequence)
 
-    def transformers_generate(self, model: nn.Module, prompt: RenderedSequence, steps: int) -> TransformersGeneration:
+    def transformers_generate(
+        self, model: nn.Module, prompt: base.RenderedSequence, steps: int
+    ) -> base.TransformersGeneration:
         from myna.models.higgs_v2.transformers_reference import transformers_generate
 
-        return transformers_generate(get_base_model(model), prompt, steps)
+        return transformers_generate(base.get_base_model(model), prompt, steps)
 
     def save_model(
         self, model: nn.Module, folder: Path, *, layout: str = "transformers", codec: Path | None = None
     ) -> Mapping[str, torch.Tensor]:
         layout = checkpoint.parse_layout(layout)
-        return checkpoint.save_checkpoint(get_base_model(model), folder, self.tokenizer, self.sampling, layout, codec)
+        return checkpoint.save_checkpoint(
+            base.get_base_model(model), folder, self.tokenizer, self.sampling, layout, codec
+        )
 
 
 def _codebook_size(config: Any) -> int:

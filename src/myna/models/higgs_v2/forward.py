@@ -136,8 +136,7 @@ def attention_tile_table(cu_seqlens: torch.Tensor, positions: int, size: int) ->
 
 
 def supports_varlen_attention(like: torch.Tensor) -> bool:
-    """Return whether torch's variable-length attention runs on such a residual stream. If embeddings are trained the
-    stream is fp32, and autocast decides the type that attention gets."""
+    """Return whether torch's variable-length attention runs on such a stream, whose type autocast may change."""
     autocast = torch.is_autocast_enabled(like.device.type) if like.is_cuda else False
     dtype = torch.get_autocast_dtype(like.device.type) if autocast else like.dtype
     capable = like.is_cuda and torch.cuda.get_device_capability(like.device) >= VARLEN_CAPABILITY

@@ -85,8 +85,7 @@ def meta_model(config: Phi4MultimodalConfig, *, dtype: torch.dtype | None = None
 def load_weights(
     folder: Path, config: Phi4MultimodalConfig, *, dtype: torch.dtype | None, device: torch.device | str, **_: bool
 ) -> Any:
-    """Load the weights of a folder, always with the text head, every key and shape checked first. Device `meta` gives
-    the model without weights, and reads nothing."""
+    """Load weights, always with the text head, every key and shape checked first. Device `meta` reads nothing."""
     device = torch.device(device)
     model = meta_model(config, dtype=dtype)
     if device.type == "meta":

@@ -16,14 +16,7 @@ from torch import nn
 from myna.core.errors import ModelError
 from myna.data.codec import Encoder
 from myna.data.conversation import AudioClip, Conversation, answer_conversation
-from myna.models.base import (
-    AnsweringFamily,
-    GeneratedAnswer,
-    RenderedSequence,
-    TransformersForward,
-    TransformersGeneration,
-    get_base_model,
-)
+from myna.models import base
 from myna.models.files import resolve_checkpoint
 from myna.models.hf_family import HFFamily, ModulePatterns
 from myna.models.phi4 import checkpoint
@@ -35,8 +28,7 @@ from myna.models.phi4.render import Phi4Renderer
 
 
 def builtin_config() -> Any:
-    """Return the configuration of the released model, for parameter counts and memory plans without a download. It has
-    no rotary scaling of long sequences, which no count depends on."""
+    """Return the configuration of the released model without rotary scaling, which no count depends on."""
     from transformers import Phi4MultimodalConfig
 
     return Phi4MultimodalConfig(
@@ -71,7 +63,7 @@ FRAME_RATE = 100.0
 """Spectra per second."""
 
 
-class Phi4(HFFamily, AnsweringFamily):
+class Phi4(HFFamily, base.AnsweringFamily):
     name = "phi4"
     checkpoint: ClassVar[Any] = checkpoint
     modules: ClassVar = MODULES
@@ -124,13 +116,13 @@ class Phi4(HFFamily, AnsweringFamily):
     def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         return self.renderer.positions(frames)
 
-    def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> Phi4Batch:
+    def collate(self, sequences: Sequence[base.RenderedSequence], *, offset: int = 1) -> Phi4Batch:
         return collate(sequences, self.config.audio_config.input_size, offset)
 
     def answer(
-        self, model: nn.Module, prompts: Sequence[RenderedSequence], max_tokens: int, grammar: str | None = None
-    ) -> list[GeneratedAnswer]:
-        core, eos_ids = get_base_model(model), checkpoint.eos_ids(self.config)
+        self, model: nn.Module, prompts: Sequence[base.RenderedSequence], max_tokens: int, grammar: str | None = None
+    ) -> list[base.GeneratedAnswer]:
+        core, eos_ids = base.get_base_model(model), checkpoint.eos_ids(self.config)
         batch = self.collate(prompts).to(next(core.parameters()).device)
         decoder = None
         if grammar is not None:
@@ -138,10 +130,10 @@ class Phi4(HFFamily, AnsweringFamily):
                 self._grammar = TokenGrammar(grammar, self.tokenizer, eos_ids, self.config.vocab_size)
             decoder = ConstrainedDecoder(self._grammar, len(prompts), max_tokens)
         generated = generate(core, batch, eos_ids, max_tokens, decoder)
-        return [GeneratedAnswer(self.tokenizer.decode(ids), stopped) for ids, stopped in generated]
+        return [base.GeneratedAnswer(self.tokenizer.decode(ids), stopped) for ids, stopped in generated]
 
-    def greedy_ids(self, model: nn.Module, prompt: RenderedSequence, max_tokens: int) -> tuple[list[int], bool]:
-        core = get_base_model(model)
+    def greedy_ids(self, model: nn.Module, prompt: base.RenderedSequence, max_tokens: int) -> tuple[list[int], bool]:
+        core = base.get_base_model(model)
         batch = self.collate([prompt]).to(next(core.parameters()).device)
         [generated] = generate(core, batch, checkpoint.eos_ids(self.config), max_tokens)
         return generated
@@ -154,16 +146,18 @@ class Phi4(HFFamily, AnsweringFamily):
         features = np.random.default_rng(0).integers(0, MAX_CODE, (64, self.config.audio_config.input_size), "u2")
         return answer_conversation("What is said?", AudioClip("clip", features), id="probe", answer="One, two, three.")
 
-    def transformers_forward(self, model: nn.Module, sequence: RenderedSequence) -> TransformersForward:
+    def transformers_forward(self, model: nn.Module, sequence: base.RenderedSequence) -> base.TransformersForward:
         from myna.models.phi4.transformers_reference import transformers_forward
 
-        return transformers_forward(get_base_model(model), sequence, self.collate([sequence]))
+        return transformers_forward(base.get_base_model(model), sequence, self.collate([sequence]))
 
-    def transformers_generate(self, model: nn.Module, prompt: RenderedSequence, steps: int) -> TransformersGeneration:
+    def transformers_generate(
+        self, model: nn.Module, prompt: base.RenderedSequence, steps: int
+    ) -> base.TransformersGeneration:
         from myna.models.phi4.transformers_reference import transformers_generate
 
         ends = checkpoint.eos_ids(self.config)
-        return transformers_generate(get_base_model(model), prompt, self.collate([prompt]), steps, ends)
+        return transformers_generate(base.get_base_model(model), prompt, self.collate([prompt]), steps, ends)
 
     def save_model(
         self,
@@ -175,4 +169,4 @@ class Phi4(HFFamily, AnsweringFamily):
     ) -> Mapping[str, torch.Tensor]:
         if layout != "transformers":
             raise ModelError(f"{self.source} has no {layout} layout", hint="leave out --layout")
-        return checkpoint.save(get_base_model(model), folder, self.tokenizer, self._require_folder())
+        return checkpoint.save(base.get_base_model(model), folder, self.tokenizer, self._require_folder())

@@ -90,7 +90,6 @@ def embed(core: Any, batch: Phi4Batch) -> torch.Tensor:
 def run_layer(
     layer: Any, stream: torch.Tensor, rotary: RotaryTables, attend: Attend, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Run one decoder layer on the residual stream."""
     attention = layer.self_attn
     size, kv_heads = attention.head_dim, attention.num_key_value_heads
     x = attention.qkv_proj(layer.input_layernorm(stream).to(dtype)).unflatten(-1, (-1, size))

@@ -189,7 +189,6 @@ def _prefill(core: Any, batch: Phi4Batch, cache: KVCache) -> torch.Tensor:
 
 
 def _step(core: Any, ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """Process one more token for every prompt."""
     stream: torch.Tensor = core.model.embed_tokens(ids).float()
     rotary = RotaryTables.at(core, cache.lengths.to(ids.device))
 

@@ -37,7 +37,6 @@ class Phi4Renderer(PromptRenderer):
     bands: int
     spectra_per_position: int
     frame_rate: float
-    """Spectra per second."""
     max_positions: int
     """Longest sequence. A longer one would need other rotary frequencies from its start on."""
 

@@ -29,8 +29,8 @@ def transformers_forward(core: Any, sequence: RenderedSequence, batch: Phi4Batch
 def transformers_generate(
     core: Any, prompt: RenderedSequence, batch: Phi4Batch, tokens: int, eos_ids: tuple[int, ...]
 ) -> TransformersGeneration:
-    """Run the model's own `generate`, greedy, with the logits before any is suppressed. A placeholder of audio is never
-    chosen, because transformers would look for its clip."""
+    """Run the model's own `generate`, greedy; placeholders of audio are never chosen, as transformers needs their
+    clips."""
     known = core.generation_config
     core.generation_config = GenerationConfig(
         eos_token_id=list(eos_ids), pad_token_id=eos_ids[0], suppress_tokens=[core.config.audio_config.audio_token_id]

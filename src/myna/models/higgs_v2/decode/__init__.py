@@ -89,8 +89,7 @@ class HiggsDecoder:
     def _prefill(
         self, row: torch.Tensor, text_ids: torch.Tensor, codes: torch.Tensor, order: torch.Tensor, adapted: bool
     ) -> None:
-        """Process one sequence into its row of the cache. Position i of the stream is position `order[i]` of the
-        sequence."""
+        """Process one sequence into its row of the cache; position i of the stream is position `order[i]` there."""
 
         def store(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
             for cache, x in ((self.keys[layer], k), (self.values[layer], v)):

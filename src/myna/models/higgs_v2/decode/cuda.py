@@ -263,8 +263,7 @@ class CudaDecoder(HiggsDecoder):
         return version
 
     def slots_in_use(self, rows: int) -> int:
-        """Return the number of adapter slots that a step of the first rows multiplies by: as few as they need, or all
-        in `exact` mode, where the product must always be the same."""
+        """Return how many adapter slots a step multiplies by: as few as its rows need, or all in `exact` mode."""
         if self.adapters is None:
             return 0
         if self.exact:

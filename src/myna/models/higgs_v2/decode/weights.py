@@ -322,8 +322,7 @@ class HiggsAdapterSlots:
         return self._names[name]
 
     def delta(self, slot: torch.Tensor, strength: torch.Tensor) -> AdapterDelta:
-        """Return the function of what one adapter adds to every position; both tensors have one entry, slot -1 is
-        none."""
+        """Return the function of what one adapter adds to every position; slot -1 is no adapter."""
         index = slot.clamp(min=0)
         factor = torch.where(slot >= 0, strength, 0.0)
 

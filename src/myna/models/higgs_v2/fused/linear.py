@@ -84,8 +84,8 @@ def add_rms_norm(
     num_text: int,
     out: PackedInput,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add row `order[i]` of the update to row i of the residual stream, and write its RMS norm to `out`. Returns the
-    new stream and the inverse RMS of each row."""
+    """Add row `order[i]` of the update to row i of the stream, with its RMS norm in `out`; returns stream and inverse
+    RMS."""
     if supports_triton(stream):
         return _kernels().launch_add_rms_norm(stream, update, order, norms, num_text, out)  # type: ignore[no-any-return]
     if update is not None:
@@ -320,8 +320,7 @@ class FusedLinearGroup(nn.Module):
         self._pack_weights(bases)
 
     def _pack_weights(self, bases: Sequence[nn.Linear]) -> None:
-        """Put W, B and A into one buffer (W top left, B right of it, A below), which both products read. The layers'
-        weights become views of it, so that nothing is stored twice."""
+        """Put W, B and A into one buffer (W top left, B right of it, A below), of which the weights become views."""
         height, width = self.outputs + self.lora_width, self.inputs + self.lora_width
         packed = bases[0].weight.new_zeros(height, width + -width % ROW_ALIGNMENT)[:, :width]
         row = 0
