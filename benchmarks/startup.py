@@ -77,12 +77,12 @@ import torch, transformers; mark("import torch and transformers")
 import myna.speak.loading
 from myna.models.higgs_v2.family import HiggsV2; mark("import the model's code")
 import myna.models.mel_codec, myna.speak.voice
+from myna.speak.batch import SpeechBatch
 from myna.speak.engine import Engine, Speech; mark("import the rest")
 timed(HiggsV2, "load_model", "load the model")
 timed(HiggsV2, "load_codec", "load the codec")
 timed(Engine, "encode_reference", "encode the reference")
-timed(HiggsV2, "generate", "generate codes")
-timed(myna.models.mel_codec.MelCodec, "decode", "decode to samples")
+timed(SpeechBatch, "step", "generate codes and decode them")
 timed(Speech, "save", "write the file")
 sys.argv[1:] = arguments
 try:

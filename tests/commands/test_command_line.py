@@ -134,6 +134,12 @@ def test_a_wrong_word_is_a_usage_error_and_exit_2(words: tuple[str, ...], messag
     assert message in result.stderr
 
 
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m myna recipes vietnamese_tts | true"
+    result = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0 and result.stderr == ""
+
+
 def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
     heavy = "('torch', 'transformers', 'datasets')"
     probe = f"import sys, myna.commands; sys.exit(sum(name in sys.modules for name in {heavy}))"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -46,7 +47,15 @@ HELP = """Fine-tune speech language models: recordings in, speech out.
 
 def main() -> None:
     """Run the command that was typed. Errors that a person can act on are shown without a traceback."""
-    sys.exit(run(sys.argv[1:], shown=True))
+    try:
+        status = run(sys.argv[1:], shown=True)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has left: nothing is to be flushed
+        status = 1
+    sys.exit(status)
 
 
 def run(words: Sequence[str], *, shown: bool = False) -> int:
