@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ class Certificate:
         """One line that says that all checks passed, or names the first failure."""
         where = f"{self.source} on {self.device} in {self.dtype}"
         if (failure := self.first_failure) is not None:
-            return f"{where}: {failure.name} failed: {failure.message}"
+            return f"{where}: {failure.name} failed: {failure.explanation}"
         passed = sum(check.status == "passed" for check in self.checks)
         left_out = len(self.checks) - passed
         others = f", {left_out} skipped" if left_out else ""
@@ -81,7 +82,7 @@ def certificate_page(certificate: Certificate) -> str:
 def _check_row(check: Check) -> list[page.Cell]:
     status = page.cell(check.status, {"passed": "good", "failed": "bad"}.get(check.status, "note"))
     figures = ("" if value is None else f"{value:.3g}" for value in (check.difference, check.tolerance))
-    return [check.name, check.compared, status, check.message, *figures, f"{check.seconds:.1f}"]
+    return [check.name, check.compared, status, check.explanation, *figures, f"{check.seconds:.1f}"]
 
 
 def run_verification(
@@ -96,14 +97,14 @@ def run_verification(
     """Run every check of a model. `base` replaces the base model that a run or an adapter names."""
     progress("verify", 0, len(CHECKS))
     verified = load_verified(source, base=base, codec=codec, device=device, quick=quick)
-    checks = tuple(run_checks(CHECKS, verified, stage="verify", progress=progress))
+    checks, target = tuple(run_checks(CHECKS, verified, stage="verify", progress=progress)), verified.device
     return Certificate(
         source=os.fspath(source),
         family=verified.family.name,
-        device=_device_name(verified.device),
+        device=torch.cuda.get_device_name(target) if target.type == "cuda" else target.type,
         dtype=str(verified.dtype).removeprefix("torch."),
         quick=quick,
-        versions=_versions(),
+        versions={name: version(name) for name in ("myna", "torch", "transformers", "peft")},
         checks=checks,
     )
 
@@ -122,13 +123,3 @@ def load_verified(
         model = family.load_model(dtype=dtype, device=target, text_head=family.has_weights and family.has_text_head)
     loaded = family.load_codec(device=target) if isinstance(family, SpeakingFamily) else None
     return VerifiedModel(family, model.requires_grad_(False).eval(), ref.adapter, loaded, target, dtype, quick)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("myna", "torch", "transformers", "peft")}

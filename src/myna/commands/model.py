@@ -198,11 +198,11 @@ def show_certificate(certificate: Certificate, console: Console) -> None:
     for check in certificate.checks:
         figures = ["" if value is None else f"{value:.2g}" for value in (check.difference, check.tolerance)]
         status = Text(check.status, styles[check.status])
-        detail = [Text(check.message)] if is_wide else []
+        detail = [Text(check.explanation)] if is_wide else []
         table.add_row(Text(check.name, "bold"), status, *figures, f"{check.seconds:.1f}", *detail)
     console.print(table)
     if not is_wide:
-        show_notes([f"{check.name}: {check.message}" for check in certificate.checks], console)
+        show_notes([f"{check.name}: {check.explanation}" for check in certificate.checks], console)
     show_notes([certificate.verdict], console)
 
 

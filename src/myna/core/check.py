@@ -36,6 +36,11 @@ class Check:
     def passed(self) -> bool:
         return self.status == "passed"
 
+    @property
+    def explanation(self) -> str:
+        """Message and hint in one line."""
+        return f"{self.message}: {self.hint}" if self.hint else self.message
+
 
 class CheckSkipped(Exception):  # noqa: N818 - no error
     """Raised by a check that does not apply; the message is the reason."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,9 @@ MIME_TYPES = {".wav": "audio/wav", ".mp3": "audio/mpeg", ".flac": "audio/flac", 
 """MIME types of the formats with a place for credentials, by suffix."""
 KEY_FILE = "signing-key.pem"
 KEY_DAYS = 3650
+UNUSED_KEY_USAGES = (
+    "content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"
+)  # fmt: skip
 ASSERTION = "myna.speech"
 SYNTHETIC = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 """IPTC term for media made by a trained model."""
@@ -56,22 +59,14 @@ def sign_audio(content: bytes, suffix: str, origin: SpeechOrigin) -> bytes | Non
         return None
     import c2pa  # type: ignore[import-untyped]
 
-    known = {
-        "id": origin.id,
-        "model": origin.model,
-        "adapter": origin.adapter,
-        "adapter_sha256": origin.adapter_sha256,
-        "voice": origin.voice,
-        "consent": origin.consent,
-        "watermark": origin.watermark,
-    }
+    known = {key: value for key, value in asdict(origin).items() if value and key not in ("text", "seed")}
     created = {"action": "c2pa.created", "digitalSourceType": SYNTHETIC}
     manifest = {
         "claim_generator_info": [{"name": "Myna", "version": metadata.version("myna")}],
         "title": f"{origin.id}{suffix}",
         "assertions": [
             {"label": "c2pa.actions", "data": {"actions": [created]}},
-            {"label": ASSERTION, "data": {key: value for key, value in known.items() if value}},
+            {"label": ASSERTION, "data": known},
         ],
     }
     key = _signing_key()
@@ -189,12 +184,7 @@ def _make_key() -> bytes:
                     digital_signature=not is_issuer,
                     key_cert_sign=is_issuer,
                     crl_sign=is_issuer,
-                    content_commitment=False,
-                    key_encipherment=False,
-                    data_encipherment=False,
-                    key_agreement=False,
-                    encipher_only=False,
-                    decipher_only=False,
+                    **dict.fromkeys(UNUSED_KEY_USAGES, False),
                 ),
                 critical=True,
             )

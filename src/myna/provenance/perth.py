@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from myna.core.errors import OutputError
+from myna.core.io import file_sha256
 from myna.provenance import UNMARKED_HINT, perth_checkpoint
 
 MARK_NAME = "perth-implicit-1"
@@ -106,8 +106,7 @@ def load_perth(device: torch.device) -> PerthNet:
 def _checkpoint() -> Path:
     """Return the file of the weights after checking its hash, since it is a pickle."""
     file = perth_checkpoint()
-    with file.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    found = file_sha256(file)
     if found != CHECKPOINT_SHA256:
         raise OutputError(f"{file} is not the file that is known: its sha256 is {found}", hint=UNMARKED_HINT)
     return file

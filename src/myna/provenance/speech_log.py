@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -78,19 +78,14 @@ def log_speech(
     event: LogEvent, origin: SpeechOrigin, audio: bytes | _Digest, *, file: Path | None = None, **details: Any
 ) -> dict[str, Any]:
     """Append a line to the log and return it. `audio` is the file or the raw 16-bit samples, or their sha256."""
-    with_text = os.environ.get(TEXT_VARIABLE) != "0"
+    known = asdict(origin)
+    if os.environ.get(TEXT_VARIABLE) == "0":
+        del known["text"]
     row = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "event": event,
-        "id": origin.id,
-        "model": origin.model,
-        "adapter": origin.adapter,
-        "adapter_sha256": origin.adapter_sha256,
-        "voice": origin.voice,
-        "consent": origin.consent,
-        "seed": origin.seed,
+        **known,
         "watermark": origin.watermark or None,
-        **({"text": origin.text} if with_text else {}),
         "text_sha256": origin.text_sha256,
         "audio_sha256": (hashlib.sha256(audio) if isinstance(audio, bytes) else audio).hexdigest(),
         **({"file": str(file.absolute())} if file is not None else {}),
