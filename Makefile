@@ -30,7 +30,7 @@ demo: metrics
 # What scores speech is optional: `myna evaluate` and `myna demo --voice` name the metrics they could not compute.
 metrics: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[evaluate]"
-	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt resemblyzer distillmos xls_r_sqa
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt distillmos xls_r_sqa
 	$(BIN)/python -m myna setup metrics
 
 # Models that `myna curate` listens with; it names what it does without.
@@ -50,7 +50,6 @@ test-slow: setup
 # with the HAProxy that Ray brings; nginx.
 test-extras: curation-models
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cluster,evaluate]" sea-g2p text2tashkeel
-	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt resemblyzer
 	$(BIN)/python -m myna setup metrics
 	@command -v nginx >/dev/null || test -x /usr/sbin/nginx || { \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

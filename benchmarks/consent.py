@@ -1,6 +1,6 @@
 """Rates at which the speaker check of `myna voice add` refuses the right person and accepts another.
 
-python benchmarks/consent.py --corpus NAME=FOLDER_OF_PARQUET ... [--speaker-encoder resemblyzer] [--speakers 60]
+python benchmarks/consent.py --corpus NAME=FOLDER_OF_PARQUET ... [--speaker-encoder ecapa] [--speakers 60]
                              [--out docs/benchmarks/consent.json]
 
 Parquet files need the columns speaker, seconds and audio {bytes}. Of each speaker the first three clips, joined, stand
@@ -24,6 +24,7 @@ from benchmarks.figures import save_figures
 
 from myna.audio.files import Samples, read_audio
 from myna.audio.mono import LISTENING_RATE
+from myna.core.io import DEFAULT_SPEAKER_ENCODER
 from myna.listen.speaker_encoders import cosine_similarity, open_speaker_encoder
 from myna.provenance.consent import required_similarity
 
@@ -51,7 +52,7 @@ def decode(content: bytes) -> Samples:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", action="append", required=True, metavar="NAME=FOLDER")
-    parser.add_argument("--speaker-encoder", default="resemblyzer")
+    parser.add_argument("--speaker-encoder", default=DEFAULT_SPEAKER_ENCODER)
     parser.add_argument("--speakers", type=int, default=60)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/consent.json"))
     arguments = parser.parse_args()

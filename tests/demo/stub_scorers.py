@@ -7,20 +7,16 @@ import pytest
 
 from myna.audio.files import Samples
 from myna.core.errors import ConfigError, ModelError
+from myna.evaluate import scoring
 from myna.listen.asr import ASR, Transcript, is_loop
 from myna.listen.mos import DNSMOS, DistillMOS
-from myna.listen.speaker_encoders import ResemblyzerEncoder, SpeakerEmbedding
+from myna.listen.speaker_encoders import SpeakerEmbedding
 
 
-class SpectrumEncoder(ResemblyzerEncoder):
+class SpectrumEncoder:
     """A voice is the level of eight frequency bands."""
 
-    def __init__(self) -> None:
-        super().__init__(None, None)
-
-    @property
-    def name(self) -> str:
-        return "spectrum"
+    name = "spectrum"
 
     def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding:  # noqa: ARG002
         spectrum = np.abs(np.fft.rfft(samples, 4096))[:2048].reshape(8, 256).sum(axis=1)
@@ -49,13 +45,13 @@ def unavailable(error: ConfigError | ModelError) -> staticmethod[..., object]:
 def install_scorers(monkeypatch: pytest.MonkeyPatch, transcript: str) -> None:
     """No MOS predictor, a speaker encoder, and an ASR that always gives this transcript."""
     remove_scorers(monkeypatch)
-    monkeypatch.setattr(ResemblyzerEncoder, "open", staticmethod(lambda *_: SpectrumEncoder()))
+    monkeypatch.setattr(scoring, "open_speaker_encoder", lambda *_: SpectrumEncoder())
     monkeypatch.setattr(ASR, "open", staticmethod(lambda *_, **__: ConstantASR(transcript)))
 
 
 def remove_scorers(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_encoder = ConfigError("resemblyzer cannot be imported", hint="pip install --no-deps resemblyzer==0.1.4")
-    monkeypatch.setattr(ResemblyzerEncoder, "open", unavailable(no_encoder))
+    no_encoder = ModelError("the speaker encoder is not here", hint="myna setup metrics")
+    monkeypatch.setattr(scoring, "open_speaker_encoder", unavailable(no_encoder))
     monkeypatch.setattr(ASR, "open", unavailable(ModelError("no ASR model constant here", hint="name a folder")))
     for predictor in (DistillMOS, DNSMOS):
         monkeypatch.setattr(predictor, "open", unavailable(ConfigError("no MOS here", hint="pip install it")))

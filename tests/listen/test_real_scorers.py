@@ -15,6 +15,7 @@ from myna.evaluate.items import EvalItem, EvalSet, load_clip
 from myna.evaluate.scoring import Scorers
 from myna.evaluate.systems import REAL, Recordings, System, SystemOutput
 from tests.evaluate.speech import FakeSystem, evaluate_systems
+from tests.real_models import CURATION
 
 RATE = 24_000
 
@@ -26,14 +27,15 @@ def fast(samples: Samples) -> Samples:
 
 
 def test_real_scorers_tell_speech_from_noise_copies_and_another_voice(tmp_path: Path) -> None:
-    for package in ("faster_whisper", "resemblyzer"):
-        pytest.importorskip(package, reason="docs/guides/evaluate.md says how to install the scorers")
+    pytest.importorskip("faster_whisper", reason="docs/guides/evaluate.md says how to install the scorers")
+    if not (ecapa := CURATION / "ecapa.safetensors").is_file():
+        pytest.skip("there is no speaker encoder: myna setup curation")
     if not (asr := os.environ.get("MYNA_WHISPER")):
         pytest.skip("MYNA_WHISPER does not name the folder of a Whisper")
     clips = read_manifest(BUNDLED / "manifest.jsonl")[:6]
     reference, lines = clips[0], clips[1:4]
     items = [EvalItem(one.id, one.text, one.speaker, "en", (reference,), one) for one in lines]
-    scorers = Scorers.open(asr)
+    scorers = Scorers.open(asr, f"ecapa:{ecapa}")
     noise = np.random.default_rng(0).normal(0, 0.1, 3 * RATE).astype(np.float32)
     systems: list[System] = [
         Recordings(REAL, RATE),
@@ -52,7 +54,7 @@ def test_real_scorers_tell_speech_from_noise_copies_and_another_voice(tmp_path: 
     mean = {
         name: {key: figure.mean for key, figure in figures.items()} for name, figures in evaluation.estimates.items()
     }
-    assert (mean[REAL]["wer"] or 0) < 0.2 and (mean[REAL]["similarity"] or 0) > 0.8
+    assert (mean[REAL]["wer"] or 0) < 0.2 and (mean[REAL]["similarity"] or 0) > 0.6
     assert (mean["other"]["similarity"] or 0) < (mean[REAL]["similarity"] or 0) - 0.1
     assert (mean["other"]["copy_rate"], mean["copy"]["copy_rate"], mean["copy"]["prompt_rate"]) == (0, 1, 1)
     if "distillmos" in scorers.names:

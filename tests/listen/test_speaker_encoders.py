@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from myna.audio.files import Samples
 from myna.core.errors import CheckpointError, ModelError
+from myna.core.io import ecapa_file
 from myna.evaluate.scoring import Scorers
 from myna.listen import weights
 from myna.listen.speaker_encoders import EcapaEncoder, EcapaNetwork, cosine_similarity, open_speaker_encoder
@@ -99,9 +101,6 @@ def test_a_pickle_is_not_opened_and_how_to_convert_it_is_told(tmp_path: Path) ->
         with pytest.raises(CheckpointError, match="is a pickle") as caught:
             open_speaker_encoder(f"ecapa:{place}")
         assert "save_file" in caught.value.hint
-    with pytest.raises(ModelError, match="published as a pickle") as told:
-        open_speaker_encoder("ecapa")
-    assert "save_file" in told.value.hint
     with pytest.raises(CheckpointError, match="holds no safetensors"):
         open_speaker_encoder(f"ecapa:{tmp_path.parent}")
 
@@ -152,3 +151,17 @@ def test_a_batch_of_voices_is_each_of_them_alone(ecapa: Path) -> None:
     for clip, embedding in zip(clips, together, strict=True):
         assert embedding == pytest.approx(encoder.embed(clip, RATE), abs=1e-5)
     assert not together[3].any() and encoder.batch_size == 1
+
+
+def test_the_default_encoder_comes_from_the_users_cache(
+    ecapa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MYNA_HOME", str(tmp_path))
+    with pytest.raises(ModelError, match="the speaker encoder is not here") as caught:
+        open_speaker_encoder()
+    assert caught.value.hint == "myna setup metrics"
+    for folder in ("curation", "ecapa"):
+        (tmp_path / folder).mkdir()
+        shutil.copy(ecapa / "ecapa.safetensors", tmp_path / folder)
+        assert ecapa_file() == tmp_path / folder / "ecapa.safetensors"
+        assert open_speaker_encoder().name == EcapaEncoder.open(ecapa).name

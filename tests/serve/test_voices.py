@@ -7,7 +7,6 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,14 @@ from myna.core.io import private_file
 from myna.provenance import consent as sentences
 from myna.provenance.speech_log import LOG_FILE
 from myna.provenance.watermark import watermark
-from tests.real_models import WHISPER
+from tests.real_models import CURATION, WHISPER
 from tests.serve.conftest import RunningServer, start_server
 
 pytestmark = pytest.mark.extras
-if os.environ.get("MYNA_EXTRAS") != "required" and (find_spec("resemblyzer") is None or not WHISPER.is_dir()):
-    pytest.skip("needs resemblyzer and a Whisper: myna setup metrics", allow_module_level=True)
+if os.environ.get("MYNA_EXTRAS") != "required" and not (CURATION.is_dir() and WHISPER.is_dir()):
+    pytest.skip(
+        "needs a speaker encoder and a Whisper: myna setup curation, myna setup metrics", allow_module_level=True
+    )
 RECORDINGS = Path(myna.__file__).parent / "demo" / "recordings"
 NAME, TEXT = "Anna Berg", "The boats lay close together in the evening light."
 WORDS = ("garden", "river")
@@ -40,8 +41,11 @@ SENTENCE = sentences.SENTENCES["en"].format(name=NAME, first=WORDS[0], second=WO
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Run a server that takes consents. Its speech without a mark stands for recordings of people."""
     home = tmp_path_factory.mktemp("server")
+    (home / "ecapa").symlink_to(CURATION)
     private_file(home / sentences.SECRET_FILE, find_secret())
-    with start_server(home, "--no-watermark", "--asr", str(WHISPER)) as one:
+    with start_server(
+        home, "--no-watermark", "--asr", str(WHISPER), "--speaker-encoder", f"ecapa:{CURATION}/ecapa.safetensors"
+    ) as one:
         yield one
 
 

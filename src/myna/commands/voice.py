@@ -16,6 +16,7 @@ from rich.text import Text
 from myna.commands.command import command
 from myna.commands.display import console, show_notes, show_warnings
 from myna.commands.options import Device, Json, PathLike, SpeakerEncoder, option
+from myna.core.io import DEFAULT_SPEAKER_ENCODER
 
 if TYPE_CHECKING:
     from myna.provenance.detection import Detection
@@ -40,7 +41,7 @@ def add_voice(
         Parameter(name="--text", help="Transcript of each recording; by default of the ASR; repeatable."),
     ] = (),
     asr: Annotated[str, option("Name or folder of a Whisper, which checks the words.")] = "base",
-    speaker_encoder: SpeakerEncoder = "resemblyzer",
+    speaker_encoder: SpeakerEncoder = DEFAULT_SPEAKER_ENCODER,
     device: Device = "auto",
 ) -> StoredVoice:
     """Store a voice under a name, once the consent of its speaker is checked: the words of the sentence by speech

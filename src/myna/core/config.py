@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from myna.core.errors import ConfigError
+from myna.core.io import DEFAULT_SPEAKER_ENCODER
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -207,8 +208,8 @@ class SpeechEvalSettings(Settings):
     asr: str | None = None
     """Name or folder of a Whisper model. If set, the untuned model and then the model in training speak the same
     sentences at every evaluation, and `best/` in the run is the checkpoint with the best score."""
-    speaker_encoder: str = "resemblyzer"
-    """Speaker encoder for similarities: `resemblyzer`, or another one that `myna evaluate --speaker-encoder` accepts.
+    speaker_encoder: str = DEFAULT_SPEAKER_ENCODER
+    """Speaker encoder for similarities: `ecapa`, or another one that `myna evaluate --speaker-encoder` accepts.
     Scores of different encoders cannot be compared."""
     sentences: Path | None = None
     """Text file with one sentence per line, spoken by the speakers of `speech_eval.data` in turn, or a list in the

@@ -282,6 +282,11 @@ def sniff_suffix(data: bytes) -> str:
     return ".bin"
 
 
+DEFAULT_SPEAKER_ENCODER = "ecapa"
+"""Speaker encoder of curation, evaluation and consent checks, so that their similarities have one scale."""
+ECAPA_FILE = "ecapa.safetensors"
+
+
 def user_folder(kind: Literal["cache", "config", "data", "state"]) -> Path:
     """Return the user's folder for downloads (`cache`), keys (`config`), voices (`data`) or the speech log (`state`).
 
@@ -308,6 +313,12 @@ def curation_models_folder() -> Path:
 def whisper_folder() -> Path:
     """Return the folder of Whisper base, made by `myna setup metrics`."""
     return user_folder("cache") / "whisper-base"
+
+
+def ecapa_file() -> Path:
+    """Return the weights of the default speaker encoder, made by `myna setup metrics` or `myna setup curation`."""
+    own = user_folder("cache") / "ecapa" / ECAPA_FILE
+    return own if own.is_file() or not (curation := curation_models_folder() / ECAPA_FILE).is_file() else curation
 
 
 def private_file(path: Path, content: bytes) -> bytes:

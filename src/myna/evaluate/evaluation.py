@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from myna.core.errors import ConfigError, MynaError
-from myna.core.io import claim_folder, lock_folder, save_text
+from myna.core.io import DEFAULT_SPEAKER_ENCODER, claim_folder, lock_folder, save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.core.run_folder import RunFolder
 from myna.data.overlap import ComparedClip, TrainedClips
@@ -36,7 +36,6 @@ from myna.evaluate.pages import evaluation_page
 from myna.evaluate.pipeline import ITEMS_FILE, ITEMS_FOLDER, read_item_scores, score_systems, step_folder
 from myna.evaluate.scoring import ItemScores, Scorers
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, Recordings, Subject, System
-from myna.listen.speaker_encoders import RESEMBLYZER
 from myna.models.files import format_names
 from myna.speak.engine import encode_clip
 
@@ -62,7 +61,7 @@ class EvaluationSettings:
     sentences: Path | None = None
     """Text file with one sentence a line, or a list as of seed-tts-eval."""
     asr: str | None = None
-    speaker_encoder: str = RESEMBLYZER
+    speaker_encoder: str = DEFAULT_SPEAKER_ENCODER
     language: str = ""
     """Language of items that name none."""
     seed: int = 0

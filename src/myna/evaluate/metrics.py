@@ -19,7 +19,7 @@ MAX_NOISE_VOICED, MIN_REAL_VOICED = 0.25, 0.3
 """Voiced share below which an item is noise, and voiced share that the real recordings need for this to hold."""
 MAX_EXTRA_WER = 0.5
 """Word error rate above that of the real recordings from which speech cannot be understood."""
-CODEC_TOLERANCE = {"wer": 0.1, "similarity": -0.15, "distillmos": -1.0}
+CODEC_TOLERANCE = {"wer": 0.1, "similarity": -0.25, "distillmos": -1.0}
 """Differences from the recording that a codec round trip may have."""
 LONG_SILENCE_SECONDS = 1.0
 NOT_APPLICABLE = "nothing to measure"

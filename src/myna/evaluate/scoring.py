@@ -19,14 +19,13 @@ from myna.audio.files import Samples, read_audio
 from myna.audio.mono import LISTENING_RATE, as_mono_16khz
 from myna.core.device import pick_device
 from myna.core.errors import MynaError
-from myna.core.io import bytes_hash
+from myna.core.io import DEFAULT_SPEAKER_ENCODER, bytes_hash
 from myna.core.progress import ProgressCallback
 from myna.data.manifest import Span, Utterance
 from myna.evaluate.items import EvalItem, EvalSet, load_clip, recording_key
 from myna.listen.asr import ASR, Transcript
 from myna.listen.mos import DNSMOS, DistillMOS
 from myna.listen.speaker_encoders import (
-    RESEMBLYZER,
     SpeakerEmbedding,
     SpeakerEncoder,
     cosine_similarity,
@@ -333,7 +332,7 @@ class Scorers:
     def open(
         cls,
         asr: str | None,
-        speaker_encoder: str = RESEMBLYZER,
+        speaker_encoder: str = DEFAULT_SPEAKER_ENCODER,
         *,
         device: str = "cpu",
         workers: int = SCORING_WORKERS,

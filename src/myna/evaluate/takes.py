@@ -11,12 +11,12 @@ import torch
 
 from myna.audio.mono import as_mono_16khz
 from myna.core.errors import ConfigError
+from myna.core.io import DEFAULT_SPEAKER_ENCODER
 from myna.core.progress import ProgressCallback, silent
 from myna.data.manifest import SPEAKER_TAG, Utterance
 from myna.evaluate.items import EvalItem, EvalSet
 from myna.evaluate.pipeline import torch_threads
 from myna.evaluate.scoring import COPY_THRESHOLD, SCORING_WORKERS, ItemScores, Scorers, SpeakerEmbeddings, score_item
-from myna.listen.speaker_encoders import RESEMBLYZER
 from myna.speak.engine import Speech
 from myna.speak.request import SpeechRequest
 from myna.text.normalization import normalise_text
@@ -86,10 +86,12 @@ class TakeRanker:
         self.scorers = scorers
 
     @classmethod
-    def open(cls, asr: str | None = None, speaker_encoder: str = RESEMBLYZER, *, device: str = "cpu") -> TakeRanker:
+    def open(
+        cls, asr: str | None = None, speaker_encoder: str = DEFAULT_SPEAKER_ENCODER, *, device: str = "cpu"
+    ) -> TakeRanker:
         """Open every scorer that can be opened; one that was named and cannot be opened is an error."""
         scorers = Scorers.open(asr, speaker_encoder, device=device)
-        named = {"asr": asr is not None, "speaker_encoder": speaker_encoder != RESEMBLYZER}
+        named = {"asr": asr is not None, "speaker_encoder": speaker_encoder != DEFAULT_SPEAKER_ENCODER}
         for scorer, reason in scorers.missing.items():
             if named.get(scorer):
                 raise ConfigError(f"takes cannot be ranked by the {scorer} that was named", hint=reason)

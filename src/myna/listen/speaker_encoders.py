@@ -19,7 +19,7 @@ from myna.audio.mono import LISTENING_RATE, as_mono_16khz, is_silent
 from myna.core.compat import conv_output_length
 from myna.core.device import release_free_memory
 from myna.core.errors import CheckpointError, ModelError, import_optional
-from myna.core.io import file_hash
+from myna.core.io import DEFAULT_SPEAKER_ENCODER, ecapa_file, file_hash
 from myna.listen.models import map_batches
 from myna.listen.weights import HUB_FILES, download_snapshot, load_pretrained
 from myna.models.files import format_names, load_network, read_json, weight_files
@@ -27,8 +27,8 @@ from myna.models.files import format_names, load_network, read_json, weight_file
 RESEMBLYZER, ECAPA, WAVLM = "resemblyzer", "ecapa", "wavlm"
 WAVLM_CHECKPOINT = "microsoft/wavlm-base-plus-sv"
 ENCODER_CHOICES = (
-    f"{RESEMBLYZER}; {ECAPA}:FILE.safetensors; {WAVLM} with network; or the folder or hub name of a checkpoint of "
-    "WavLMForXVector"
+    f"{ECAPA}; {ECAPA}:FILE.safetensors; {RESEMBLYZER}; {WAVLM} with network; or the folder or hub name of "
+    "a checkpoint of WavLMForXVector"
 )
 WAVLM_CLASS = "WavLMForXVector"
 WAVLM_CONVERT_HINT = (
@@ -52,7 +52,7 @@ class SpeakerEncoder(Protocol):
     def embed(self, samples: Samples, sample_rate: int) -> SpeakerEmbedding: ...
 
 
-def open_speaker_encoder(name: str = RESEMBLYZER, device: str = "cpu") -> SpeakerEncoder:
+def open_speaker_encoder(name: str = DEFAULT_SPEAKER_ENCODER, device: str = "cpu") -> SpeakerEncoder:
     """Open a speaker encoder by name, folder or hub name. Similarities by different encoders cannot be compared."""
     if name == RESEMBLYZER:
         return ResemblyzerEncoder.open(device)
@@ -62,7 +62,9 @@ def open_speaker_encoder(name: str = RESEMBLYZER, device: str = "cpu") -> Speake
     elif not separator and kind == WAVLM:
         checkpoint = WAVLM_CHECKPOINT
     elif not separator:
-        raise ModelError("ecapa is published as a pickle, which Myna does not open", hint=CONVERT_HINT)
+        checkpoint = str(ecapa_file())
+        if not ecapa_file().is_file():
+            raise ModelError(f"the speaker encoder is not here: there is no {checkpoint}", hint="myna setup metrics")
     path = _local_path(checkpoint, ("*.safetensors",) if kind == ECAPA else HUB_FILES)
     is_ecapa = kind == ECAPA or (not kind and not (path / "config.json").is_file())
     return EcapaEncoder.open(path, device) if is_ecapa else WavLMEncoder.open(path, checkpoint, device)

@@ -22,7 +22,7 @@ from rapidfuzz.distance import Levenshtein
 from myna.audio.files import Samples, check_not_silent, read_audio
 from myna.audio.mono import LISTENING_RATE
 from myna.core.errors import ConfigError, DataError
-from myna.core.io import private_file, user_folder
+from myna.core.io import DEFAULT_SPEAKER_ENCODER, private_file, user_folder
 from myna.provenance import watermark_installed
 from myna.speak.request import MAX_REFERENCE_SECONDS
 from myna.text.normalization import base_language, letters, words
@@ -76,7 +76,7 @@ MAX_CHARACTER_ERRORS = 0.25
 """Maximum character error rate of the whole sentence. A careful reading passes with recognisers of any size."""
 MIN_WORD_MATCH = 80
 """Minimum similarity (0 to 100) of each word of the day to a recognised word."""
-MIN_SIMILARITY = {"resemblyzer": 0.75, "ecapa": 0.35, "wavlm": 0.86}
+MIN_SIMILARITY = {"resemblyzer": 0.75, "ecapa": 0.5, "wavlm": 0.86}
 """Cosine similarity from which two recordings count as one speaker, by encoder; the last one is the strictest."""
 
 
@@ -161,7 +161,9 @@ class ConsentChecker:
         self._asr, self._encoder = asr, encoder
 
     @classmethod
-    def open(cls, asr: str = "base", speaker_encoder: str = "resemblyzer", device: str = "cpu") -> ConsentChecker:
+    def open(
+        cls, asr: str = "base", speaker_encoder: str = DEFAULT_SPEAKER_ENCODER, device: str = "cpu"
+    ) -> ConsentChecker:
         """Load the models, named as for `myna evaluate`."""
         from myna.listen.asr import ASR
         from myna.listen.speaker_encoders import open_speaker_encoder

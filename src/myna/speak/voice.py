@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from myna.core.errors import SpeakError
+from myna.core.io import DEFAULT_SPEAKER_ENCODER
 from myna.core.progress import ProgressCallback, silent
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class Voice:
         takes: int = 4,
         *,
         asr: str | None = None,
-        speaker_encoder: str = "resemblyzer",
+        speaker_encoder: str = DEFAULT_SPEAKER_ENCODER,
         progress: ProgressCallback = silent,
         **options: Unpack[SpeechOptions],
     ) -> TakeRanking:
@@ -172,7 +173,7 @@ class Voice:
         *,
         takes: int = 1,
         asr: str | None = None,
-        speaker_encoder: str = "resemblyzer",
+        speaker_encoder: str = DEFAULT_SPEAKER_ENCODER,
         keep_takes: bool = False,
         format: AudioFileFormat = "wav",
         batch_size: int = 16,
