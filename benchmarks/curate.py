@@ -395,9 +395,9 @@ def main() -> None:
     parser.add_argument("--analysis", action="store_true", help="measure diarization, music and noise alone")
     parser.add_argument("--json", type=Path, help="file to add the report to, by settings and folder")
     arguments = parser.parse_args()
-    truths = load_truth(arguments.scripted)
+    truths = load_truth(arguments.planted)
     if arguments.analysis:
-        report = measure_analysis(arguments.scripted, truths, arguments.models)
+        report = measure_analysis(arguments.planted, truths, arguments.models)
     elif arguments.out is None:
         parser.error("--out is missing: where myna curate puts its folder")
     else:
@@ -405,18 +405,18 @@ def main() -> None:
         table = arguments.out / "segments.parquet"
         if not table.is_file():
             cost = run_curate(
-                arguments.scripted,
+                arguments.planted,
                 arguments.out,
                 arguments.asr,
                 arguments.models,
                 arguments.settings,
                 arguments.workers,
             )
-        report = cost | measure_curation(arguments.scripted, truths, pq.read_table(table).to_pylist())
+        report = cost | measure_curation(arguments.planted, truths, pq.read_table(table).to_pylist())
     print(json.dumps(_rounded(report), indent=1))
     if arguments.json is not None:
         rules = arguments.settings.stem.removeprefix("curate_") if arguments.settings else "myna"
-        name = f"{'diarization' if arguments.analysis else rules} of {arguments.scripted.name}"
+        name = f"{'diarization' if arguments.analysis else rules} of {arguments.planted.name}"
         tree = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json.is_file() else {}
         save_figures(arguments.json, tree | {name: _rounded(report)})
 
