@@ -37,6 +37,7 @@ from myna.data.codec import Codes, EncodedBatch, Samples, encode_equal_lengths
 from myna.models.higgs_v2 import tiny
 from myna.models.higgs_v2.batched_encoder import BatchedCodec, synthetic_speech
 from myna.models.higgs_v2.codec import HiggsCodec, codec_classes, sinc_resample
+from myna.report.media import BarColumn, bars_file
 
 MEDIAN_SECONDS, SPREAD, SHORTEST, LONGEST = 8.3, 0.55, 1.0, 30.0
 SHARD_SECONDS, BATCH_SECONDS = 600.0, 60.0
@@ -212,24 +213,13 @@ def line(row: dict[str, Any]) -> str:
 
 
 def drawing(rows: list[dict[str, Any]]) -> str:
-    """A bar for each way: dark where enough codes are those of fp32."""
+    """Draw the speed of each way; blue if enough codes are equal to those of fp32."""
     rows = [row for row in rows if "error" not in row]
-    top, height = 1.05 * max(WANTED, *(row["times_real_time"] for row in rows)), 50 + 28 * len(rows)
-    bar = 190 + 330 * WANTED / top
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" font-family="sans-serif" font-size="12">',
-        '<text x="10" y="18">seconds of audio encoded in a second, and how many codes are those of fp32</text>',
-        f'<line x1="{bar:.1f}" y1="28" x2="{bar:.1f}" y2="{height - 14}" stroke="#888" stroke-dasharray="4"/>',
-    ]
-    for number, row in enumerate(rows):
-        y, width = 34 + 28 * number, 330 * row["times_real_time"] / top
-        colour = "#1f77b4" if row["equal"] >= EQUAL else "#c7c7c7"
-        parts += [
-            f'<text x="182" y="{y + 14}" text-anchor="end">{row["name"]}</text>',
-            f'<rect x="190" y="{y}" width="{width:.1f}" height="20" fill="{colour}"/>',
-            f'<text x="{196 + width:.1f}" y="{y + 14}">{row["times_real_time"]:,.0f} ({row["equal"]:.2%})</text>',
-        ]
-    return "\n".join([*parts, "</svg>", ""])
+    title = "seconds of audio encoded in a second (line: wanted), and share of codes equal to those of fp32"
+    speeds = [row["times_real_time"] for row in rows]
+    labels = [f"{row['times_real_time']:,.0f} ({row['equal']:.2%})" for row in rows]
+    column = BarColumn(title, speeds, labels, WANTED)
+    return bars_file([row["name"] for row in rows], [column], faint=[row["equal"] < EQUAL for row in rows])
 
 
 def main() -> int:

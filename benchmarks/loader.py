@@ -40,6 +40,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from myna.report.media import BarColumn, bars_file
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.figures import save_figures
@@ -390,35 +392,18 @@ def _pair(row: dict[str, Any], name: str, form: str) -> str:
 
 
 def drawing(rows: list[dict[str, Any]]) -> str:
-    """Seconds to open, megabytes at most and tokens a second, each a line over the size of the dataset."""
-    panels = (
-        ("seconds until the first step can begin; at most 10", "open_seconds", 10.0, "#1f77b4"),
-        ("megabytes at most; at most 1,000", "peak_mb", 1_000.0, "#2ca02c"),
-        (
-            f"tokens a second; a GPU trains on {GPU_TOKENS_PER_SECOND:,}",
-            "tokens_per_second",
-            float(GPU_TOKENS_PER_SECOND),
-            "#d62728",
-        ),
-    )
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 250" font-family="sans-serif" font-size="11">']
-    for number, (title, name, limit, colour) in enumerate(panels):
-        left, top = 20 + 240 * number, max(limit, *(row[name] for row in rows)) * 1.1
-        places = [left + 190 * place / max(1, len(rows) - 1) for place in range(len(rows))]
-        heights = [210 - 170 * row[name] / top for row in rows]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(places, heights, strict=True))
-        bar = 210 - 170 * limit / top
-        parts += [
-            f'<text x="{left}" y="16">{title}</text>',
-            f'<line x1="{left}" y1="{bar:.1f}" x2="{left + 190}" y2="{bar:.1f}" stroke="#888" stroke-dasharray="4"/>',
-            f'<line x1="{left}" y1="210" x2="{left + 190}" y2="210" stroke="#888"/>',
-            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>',
-        ]
-        for row, x, y in zip(rows, places, heights, strict=True):
-            shown = f"{row[name]:.2f}" if row[name] < 100 else f"{row[name]:,.0f}"
-            parts.append(f'<text x="{x:.1f}" y="{y - 6:.1f}" text-anchor="middle">{shown}</text>')
-            parts.append(f'<text x="{x:.1f}" y="226" text-anchor="middle">{row["utterances"]:,}</text>')
-    return "\n".join([*parts, '<text x="20" y="244">utterances</text>', "</svg>", ""])
+    """Draw seconds to open, megabytes at most and tokens a second, by the size of the dataset."""
+
+    def column(title: str, name: str, limit: float) -> BarColumn:
+        values = [row[name] for row in rows]
+        return BarColumn(title, values, [f"{one:.2f}" if one < 100 else f"{one:,.0f}" for one in values], limit)
+
+    columns = [
+        column("seconds to the first step (line: 10)", "open_seconds", 10.0),
+        column("megabytes (line: 1,000)", "peak_mb", 1_000.0),
+        column("tokens a second (line: GPU)", "tokens_per_second", float(GPU_TOKENS_PER_SECOND)),
+    ]
+    return bars_file([f"{row['utterances']:,} utterances" for row in rows], columns)
 
 
 def main() -> int:

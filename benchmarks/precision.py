@@ -29,6 +29,8 @@ import peft
 import torch
 import transformers
 
+from myna.report.media import Curve, plot_file
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.figures import save_figures
@@ -147,23 +149,18 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def drawing(rows: list[dict[str, Any]]) -> str:
-    """Each precision's loss less fp32's, step by step, in thousandths of fp32's."""
-    colours = {"fp32": "#888", "bf16": "#1f77b4", "fp16": "#2ca02c", "pure-fp16": "#d62728"}
+    """Draw each precision's loss less fp32's, step by step, in thousandths of fp32's."""
     base = rows[0]["losses"]
-    curves = {
-        row["precision"]: [1000 * (loss / other - 1) for loss, other in zip(row["losses"], base, strict=True)]
-        for row in rows
-    }
-    reach = max(1.0, *(abs(value) for curve in curves.values() for value in curve))
-    parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 300" font-family="sans-serif" font-size="12">',
-        f'<text x="8" y="16">loss against fp32, in thousandths, over {len(base)} steps; top is +{reach:.1f}</text>',
+    curves = [
+        Curve(
+            row["precision"],
+            [(n, 1000 * (loss / other - 1)) for n, (loss, other) in enumerate(zip(row["losses"], base, strict=True))],
+            color=number,
+        )
+        for number, row in enumerate(rows)
     ]
-    for number, (name, curve) in enumerate(curves.items()):
-        points = " ".join(f"{20 + 600 * n / len(curve):.1f},{160 - 120 * v / reach:.1f}" for n, v in enumerate(curve))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colours[name]}"/>')
-        parts.append(f'<text x="{20 + 90 * number}" y="296" fill="{colours[name]}">{name}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+    title = f"Loss against fp32 over {len(base)} steps"
+    return plot_file(curves, title=title, x_label="steps", y_label="thousandths")
 
 
 def main() -> int:

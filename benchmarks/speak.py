@@ -56,6 +56,7 @@ from myna.models.higgs_v2.family import builtin_config
 from myna.models.higgs_v2.render import DelayPattern
 from myna.models.quantized import QuantizedLinear, quantize, quantized_linears, supports_fp8
 from myna.models.ref import ModelRef
+from myna.report.media import BarColumn, bars_file
 from myna.speak.scheduler import BatchScheduler
 from myna.speak.streaming import CodeStream, StreamDecoder, decode_streams, warm_up
 
@@ -423,21 +424,13 @@ def processor() -> str:
 
 
 def drawing(rows: list[dict[str, Any]]) -> str:
-    """Seconds of speech made in a second, as bars on a logarithmic scale."""
+    """Draw the seconds of speech made in a second, as bars on a logarithmic scale."""
     shown = [row for row in rows if "audio_s_per_s" in row]
-    height = 30 + 22 * len(shown)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 840 {height}" font-family="sans-serif" font-size="12">'
-    ]
-    for number, row in enumerate(shown):
-        top = 12 + 22 * number
-        length = 90 * np.log10(max(1.1, row["audio_s_per_s"] * 2))
-        color = "#888" if row["name"].startswith("transformers") else "#2a6f97"
-        parts.append(f'<text x="250" y="{top + 12}" text-anchor="end">{row["name"]}</text>')
-        parts.append(f'<rect x="260" y="{top}" width="{length:.0f}" height="16" fill="{color}"/>')
-        label = f"{row['audio_s_per_s']:,.1f} s in a second, {row['ms_per_frame']:.2f} ms a frame"
-        parts.append(f'<text x="{266 + length:.0f}" y="{top + 12}">{label}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+    labels = [f"{row['audio_s_per_s']:,.1f} ({row['ms_per_frame']:.2f} ms a frame)" for row in shown]
+    title = "seconds of speech made in a second, on a logarithmic scale"
+    column = BarColumn(title, [row["audio_s_per_s"] for row in shown], labels, is_logarithmic=True)
+    faint = [row["name"].startswith("transformers") for row in shown]
+    return bars_file([row["name"] for row in shown], [column], faint=faint)
 
 
 def main() -> None:

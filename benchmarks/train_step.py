@@ -27,6 +27,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from myna.report.media import BarColumn, bars_file
+
 SCRIPT = Path(__file__).resolve()
 ROOT = SCRIPT.parent.parent
 if str(ROOT) not in sys.path:  # run as a script, which knows only its own folder
@@ -246,29 +248,15 @@ def summary(facts: dict[str, Any]) -> str:
 
 
 def bar_chart_svg(facts: dict[str, Any]) -> str:
-    """Bar chart: share of the ceiling, and target audio per second."""
+    """Draw the share of the ceiling, and target audio per second."""
     rows = [row for row in facts["rows"] if "error" not in row]
-    most = max((row["target_audio_seconds_per_second"] for row in rows), default=1.0)
-    height = 60 + 26 * len(rows)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="860" height="{height}" fill="#fff"/>',
-        '<text x="170" y="20">share of the bf16 ceiling (line: 100 %)</text>',
-        '<text x="540" y="20">target-audio seconds per second</text>',
-        f'<line x1="470" y1="30" x2="470" y2="{height - 16}" stroke="#bbb"/>',
+    shares = [row.get("share_of_ceiling", 0.0) for row in rows]
+    audio = [row["target_audio_seconds_per_second"] for row in rows]
+    columns = [
+        BarColumn("share of the bf16 ceiling (line: 100 %)", shares, [f"{share:.1%}" for share in shares], 1.0),
+        BarColumn("target-audio seconds per second", audio, [f"{one:,.0f}" for one in audio]),
     ]
-    for number, row in enumerate(rows):
-        y = 36 + 26 * number
-        colour = "#999" if row["name"].startswith("stock") else "#1f77b4"
-        share, audio = row.get("share_of_ceiling", 0.0), row["target_audio_seconds_per_second"]
-        parts += [
-            f'<text x="160" y="{y + 13}" text-anchor="end">{row["name"]}</text>',
-            f'<rect x="170" y="{y}" width="{300 * share:.1f}" height="18" fill="{colour}"/>',
-            f'<text x="{174 + 300 * share:.1f}" y="{y + 13}">{share:.1%}</text>',
-            f'<rect x="540" y="{y}" width="{240 * audio / most:.1f}" height="18" fill="{colour}"/>',
-            f'<text x="{544 + 240 * audio / most:.1f}" y="{y + 13}">{audio:,.0f}</text>',
-        ]
-    return "\n".join([*parts, "</svg>", ""])
+    return bars_file([row["name"] for row in rows], columns, faint=[row["name"].startswith("stock") for row in rows])
 
 
 def fill_page(page: str, facts: dict[str, Any]) -> str:

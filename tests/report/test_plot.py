@@ -17,8 +17,10 @@ from myna.report.media import (
     PLOT_WIDTH,
     RIGHT,
     TOP,
+    BarColumn,
     Curve,
     axis_ticks,
+    bars_file,
     plot_file,
     smooth_curve,
 )
@@ -110,3 +112,15 @@ def test_a_running_mean_starts_at_the_first_value() -> None:
     assert [y for _, y in smooth_curve([(1, 5.0), (2, 5.0), (3, 5.0)], 0.9)] == pytest.approx([5.0, 5.0, 5.0])
     falling = smooth_curve([(step, 10.0 - step) for step in range(10)], 0.5)
     assert [y for _, y in falling] == sorted((y for _, y in falling), reverse=True)
+
+
+def test_bars_are_as_long_as_their_values_and_a_limit_is_a_line() -> None:
+    column = BarColumn("speed & more", [1.0, 2.0], ["one", "two"], limit=2.0)
+    tree = ElementTree.fromstring(bars_file(["a", "b"], [column], faint=[False, True]))
+    svg = "{http://www.w3.org/2000/svg}"
+    _, first, second = tree.iter(f"{svg}rect")
+    assert float(second.attrib["width"]) == pytest.approx(2 * float(first.attrib["width"]), abs=0.1)
+    assert first.attrib["fill"] != second.attrib["fill"]
+    line = next(tree.iter(f"{svg}line"))
+    assert float(line.attrib["x1"]) == pytest.approx(float(second.attrib["x"]) + float(second.attrib["width"]))
+    assert {"a", "b", "one", "two", "speed & more"} <= {text.text for text in tree.iter(f"{svg}text")}

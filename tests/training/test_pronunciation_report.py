@@ -79,4 +79,4 @@ def test_page_and_curve_can_be_written_again_from_results(run: Path, data: Path,
     assert "1,234 steps in\n61 s, with a phone error rate of 5.4% on held-out learners" in page
     assert len(again["training"]["losses"]) <= 460, "no more points than can be seen"
     drawn = ElementTree.fromstring((tmp_path / "one" / "pronunciation.svg").read_text())
-    assert len(drawn.findall("{http://www.w3.org/2000/svg}circle")) == 2
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == 2

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import transformers
 
+from myna.report.media import Curve, plot_file
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.figures import save_figures
@@ -199,27 +201,9 @@ def _number(figure: Tree) -> str:
 
 
 def loss_curve_svg(train: Tree) -> str:
-    """Loss curve as SVG, with held-out losses as dots."""
-    width, height, left, top = 640, 300, 40, 24
-    points = [*train["losses"], *train["held_out_losses"]]
-    most, last = max(loss for _, loss in points), max(step for step, _ in points) or 1
-
-    def place(step: float, loss: float) -> tuple[float, float]:
-        return left + (width - left - 10) * step / last, top + (height - top - 30) * (1 - loss / most)
-
-    drawn = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in train["losses"])
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
-        ' font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="8" y="16">loss of a token over {last} steps; line: training, dots: held out</text>',
-        f'<polyline points="{drawn}" fill="none" stroke="#1f77b4"/>',
-    ]
-    parts += [f'<text x="4" y="{place(0, loss)[1] + 4:.1f}">{loss:.2f}</text>' for loss in (0.0, most / 2, most)]
-    for point in train["held_out_losses"]:
-        across, down = place(*point)
-        parts.append(f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3.5" fill="#d62728"/>')
-    return "\n".join([*parts, "</svg>", ""])
+    """Draw the loss curve, with held-out losses as dots."""
+    curves = [Curve("training", train["losses"]), Curve("held out", train["held_out_losses"], "dots", color=1)]
+    return plot_file(curves, title="Loss of a token", x_label="steps", y_label="loss")
 
 
 def write(out: Path, facts: Tree, full_size: Tree | None) -> None:

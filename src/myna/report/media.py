@@ -141,6 +141,40 @@ def plot_file(curves: Sequence[Curve], *, title: str, x_label: str, y_label: str
     return str(render_template("report/plot.svg", plot=plot, style=style + ".faint{opacity:.35}"))
 
 
+@dataclass(frozen=True, slots=True)
+class BarColumn:
+    """Column of horizontal bars, a bar for each row of a chart, with a line at a `limit`."""
+
+    title: str
+    values: Sequence[float]
+    labels: Sequence[str]
+    limit: float | None = None
+    is_logarithmic: bool = False
+
+
+def bars_file(names: Sequence[str], columns: Sequence[BarColumn], *, faint: Sequence[bool] = ()) -> str:
+    """Draw bars of the named rows as an SVG file, with columns side by side; `faint` rows are grey."""
+    width, left = 640 // len(columns), 245
+
+    def length(column: BarColumn, value: float) -> float:
+        most = max(*column.values, column.limit or 0.0, 1e-9)
+        room = width - 16 - 7 * max(map(len, column.labels), default=0)
+        share = math.log1p(value) / math.log1p(most) if column.is_logarithmic else value / most
+        return round(room * max(0.0, share), 1)
+
+    drawn = [
+        {
+            "title": column.title,
+            "left": left + number * width,
+            "limit": None if column.limit is None else left + number * width + length(column, column.limit),
+            "bars": [(length(column, value), label) for value, label in zip(column.values, column.labels, strict=True)],
+        }
+        for number, column in enumerate(columns)
+    ]
+    rows = list(zip(names, faint or [False] * len(names), strict=True))
+    return str(render_template("report/bars.svg", rows=rows, columns=drawn, width=900, height=40 + 26 * len(rows)))
+
+
 def smooth_curve(points: Sequence[tuple[float, float]], decay: float) -> list[tuple[float, float]]:
     """Compute the exponential moving average with bias correction."""
     smoothed, mean, weight = [], 0.0, 0.0
