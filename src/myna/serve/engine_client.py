@@ -74,10 +74,8 @@ class EngineJob:
 
 
 class EngineClient:
-    """Process of the engine: started, restarted when it dies, and connected with asyncio.
-
-    All methods belong to the event loop; a thread of its own reads the pipe.
-    """
+    """Process of the engine: started, restarted when it dies, and connected with asyncio. All methods belong to the
+    event loop; a thread of its own reads the pipe."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
@@ -277,10 +275,8 @@ def _run_engine(settings: EngineSettings, connection: Connection) -> None:
 
 
 class AdapterCatalog:
-    """Names and folders of adapters, of which the engine holds the most recently used.
-
-    An adapter that is not in the engine is loaded when a request asks for it, in the place of the least recently used.
-    """
+    """Names and folders of adapters, of which the engine holds the most recently used. An adapter that is not in the
+    engine is loaded when a request asks for it, in the place of the least recently used."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client, self._capacity = client, client.settings.max_adapters

@@ -41,10 +41,8 @@ MAX_CACHED_REFERENCES = 256
 
 
 class ReferenceEncoder:
-    """Encoder of reference recordings, in a thread beside the batch; on a GPU in a CUDA stream of its own.
-
-    A recording that is known, or being encoded, is not encoded again.
-    """
+    """Encoder of reference recordings, in a thread beside the batch; on a GPU in a CUDA stream of its own. A recording
+    that is known, or being encoded, is not encoded again."""
 
     def __init__(self, codec: Codec, device: torch.device, *, single_thread: bool) -> None:
         self._codec, self._device, self._single_thread = codec, device, single_thread
@@ -138,10 +136,8 @@ WARM_UP_TEXTS = ("Good morning.", "Good morning, and welcome. " * 4, "Good morni
 
 
 def run_engine(settings: EngineSettings, connection: Connection) -> None:
-    """Run the engine process until the other end of the pipe is closed.
-
-    A terminal or a service manager sends its signals to the HTTP process too, which first waits for its requests.
-    """
+    """Run the engine process until the other end of the pipe is closed. A terminal or a service manager sends its
+    signals to the HTTP process too, which first waits for its requests."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -261,7 +257,7 @@ class SpeechWorker:
             torch.set_num_threads(1)
         if settings.watermark:
             check_installed()
-        self._device, self._marked = device, settings.watermark
+        self._device = device
         self._batch = engine.open_batch(settings.rows, settings.positions, adapter_rank=settings.adapter_rank)
         for name, source in settings.adapters.items():
             engine.load_adapter(name, source)
@@ -269,7 +265,7 @@ class SpeechWorker:
         self._encoding: dict[str, _Encoding] = {}
         self._running: dict[str, RunningRequest] = {}
         self._sessions: dict[str, list[SpokenSegment]] = {}
-        self._warm_up()
+        self._warm_up(marked=settings.watermark)
         self.info = EngineInfo(
             sample_rate=engine.codec.sample_rate,
             adapters=engine.adapters,
@@ -293,15 +289,15 @@ class SpeechWorker:
     def adapters(self) -> tuple[str, ...]:
         return self._engine.adapters
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, *, marked: bool) -> None:
         """Encode a second, and speak prompts of several lengths in every number of slots, to compile, capture and
         load."""
         self._encoder.encode(np.zeros(self._engine.codec.sample_rate, np.float32)).result()
         batch, frame = self._batch, 1 / self._engine.codec.frame_rate
         for number in range(batch.slots):
             text = WARM_UP_TEXTS[number % len(WARM_UP_TEXTS)]
-            plan = self._engine.plan(SpeechRequest(text, max_seconds=(number + 1.5) * frame), split=False)
-            batch.submit(plan, watermark=self._watermark())
+            request = SpeechRequest(text, max_seconds=(number + 1.5) * frame, watermark=marked)
+            batch.submit(self._engine.plan(request, split=False), watermark=self._watermark(request))
         while batch.busy:
             batch.step()
 
@@ -349,7 +345,7 @@ class SpeechWorker:
         plan = self._plan(request, [clip.result() for clip in waiting.clips])
         filters = [TempoFilter(request.speed, rate)] if request.speed != 1.0 else []
         self._running[waiting.id] = self._batch.submit(
-            plan, id=waiting.id, filters=filters, watermark=self._watermark(), place=waiting.place
+            plan, id=waiting.id, filters=filters, watermark=self._watermark(request), place=waiting.place
         )
         return []
 
@@ -392,8 +388,8 @@ class SpeechWorker:
                     return replace(plan, prompt=prompt)
         return plan
 
-    def _watermark(self) -> StreamWatermark | None:
-        return StreamWatermark(self._engine.codec.sample_rate, device=str(self._device)) if self._marked else None
+    def _watermark(self, request: SpeechRequest) -> StreamWatermark | None:
+        return StreamWatermark(self._engine.codec.sample_rate, device=str(self._device)) if request.watermark else None
 
 
 class AnswerWorker:

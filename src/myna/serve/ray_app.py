@@ -137,11 +137,8 @@ class SpeechReplica:
 
 
 class WarmAdapterRouter(RequestRouter):  # type: ignore[misc]
-    """Router of requests to the shorter queue of two replicas, as Ray's own.
-
-    Replicas that have loaded the adapter of the header `serve_multiplexed_model_id`, and have a stream to spare, come
-    first.
-    """
+    """Router of requests to the shorter queue of two replicas, as Ray's own. Replicas that have loaded the adapter of
+    the header `serve_multiplexed_model_id`, and have a stream to spare, come first."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -153,11 +150,8 @@ class WarmAdapterRouter(RequestRouter):  # type: ignore[misc]
 
 
 def build(arguments: dict[str, Any]) -> serve.Application:
-    """Return the application of a Serve config file.
-
-    `arguments` are `sources`, a list as for `myna serve`; fields of `EngineSettings`; some of `ServerSettings`; and
-    `deployment`, options of Ray's deployment.
-    """
+    """Return the application of a Serve config file. `arguments` are `sources`, a list as for `myna serve`; fields of
+    `EngineSettings`; some of `ServerSettings`; and `deployment`, options of Ray's deployment."""
     options = dict(arguments)
     deployment = options.pop("deployment", {})
     return application(settings_of_arguments(options), **deployment)

@@ -72,10 +72,8 @@ class ReplicaRegistry:
         return self._adapters.number != report.adapters.number
 
     async def change_adapter(self, name: str, source: str | None) -> str:
-        """Add an adapter to all replicas, or remove it if there is no source.
-
-        Return why a replica could not load it, in which case none keeps it; otherwise an empty text.
-        """
+        """Add an adapter to all replicas, or remove it if there is no source. Return why a replica could not load it,
+        in which case none keeps it; otherwise an empty text."""
         deadline = time.monotonic() + CHANGE_SECONDS
         await self._wait_for(lambda: bool(self._live()), deadline)  # which also tells a new registry what there is
         if source is not None and name in self._adapters.sources:
@@ -161,10 +159,8 @@ def run_on_ray(
     haproxy: bool,
     on_ready: Callable[[EngineInfo], None],
 ) -> None:
-    """Serve on a Ray cluster until SIGTERM or SIGINT, and then finish current speech within `drain_seconds`.
-
-    `on_ready` is called when the first replicas are loaded and warm.
-    """
+    """Serve on a Ray cluster until SIGTERM or SIGINT, and then finish current speech within `drain_seconds`. `on_ready`
+    is called when the first replicas are loaded and warm."""
     counts = parse_replicas(replicas)
     variables = HAPROXY_VARIABLES if haproxy else {}
     os.environ.update(variables)  # before Serve is imported

@@ -152,10 +152,8 @@ async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -
 
 
 def local_hosts(host: str, port: int, allowed: Sequence[str] = ()) -> frozenset[str]:
-    """Return the accepted values of Host for a server that is bound to this machine.
-
-    On any other address all are accepted, since its names are not known.
-    """
+    """Return the accepted values of Host for a server that is bound to this machine. On any other address all are
+    accepted, since its names are not known."""
     try:
         is_local = ip_address(host).is_loopback
     except ValueError:
@@ -363,9 +361,7 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 
 def run_server(settings: ServerSettings, listener: socket.socket, on_ready: Callable[[EngineInfo], None]) -> None:
     """Serve on a socket of `bind` until SIGTERM or SIGINT, and then finish current speech within `drain_seconds`.
-
-    `on_ready` is called when the model is loaded and warm. A model that cannot be loaded at the start is an error.
-    """
+    `on_ready` is called when the model is loaded and warm. A model that cannot be loaded at the start is an error."""
     context = ServerContext.create(settings)
     config = uvicorn.Config(
         create_app(context),

@@ -145,11 +145,8 @@ def submit_speech(context: ServerContext, prepared: PreparedSpeech) -> EngineJob
 
 
 class SpeechResponse(Response):
-    """Response of streamed speech.
-
-    The status is sent with the first audio, so that an earlier failure has a status of its own. A later failure aborts
-    the connection, or is an event. A client that goes away ends its request.
-    """
+    """Response of streamed speech. The status is sent with the first audio, so that an earlier failure has a status of
+    its own. A later failure aborts the connection, or is an event. A client that goes away ends its request."""
 
     def __init__(self, context: ServerContext, body: SpeechBody, prepared: PreparedSpeech) -> None:
         super().__init__()

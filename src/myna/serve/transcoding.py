@@ -116,10 +116,8 @@ def _decode(data: bytes, sample_rate: int, max_seconds: float) -> Samples:
 
 
 def recording_bytes(text: str, *, param: str) -> bytes:
-    """Return the recording in a JSON field: base64, or a data URL.
-
-    Addresses and paths are refused: a request never makes the server fetch or open anything.
-    """
+    """Return the recording in a JSON field: base64, or a data URL. Addresses and paths are refused: a request never
+    makes the server fetch or open anything."""
     if text.startswith("data:"):
         header, _, text = text.partition(",")
         if not header.endswith(";base64"):

@@ -83,10 +83,8 @@ def trained_warnings(trained_on: Mapping[str, str | None]) -> list[str]:
 
 
 class AnswerEngine:
-    """A model that answers, with its audio encoder.
-
-    Answers do not depend on `batch_size`. With a Lark `grammar`, such as `answer_grammar()`, they follow it.
-    """
+    """A model that answers, with its audio encoder. Answers do not depend on `batch_size`. With a Lark `grammar`, such
+    as `answer_grammar()`, they follow it."""
 
     grammar: str | None = None
 
@@ -177,11 +175,8 @@ class AnswerModel:
         force: bool = False,
         progress: ProgressCallback = silent,
     ) -> DatasetAnswers:
-        """Answer every clip of a prepared folder that has an answer.
-
-        The answers are written to `out` as JSONL, and the metrics beside it as `.scores.json`. Existing files are
-        replaced only with `force`.
-        """
+        """Answer every clip of a prepared folder that has an answer. The answers are written to `out` as JSONL, and the
+        metrics beside it as `.scores.json`. Existing files are replaced only with `force`."""
         for file in (Path(out), self.scores_file(out)):
             check_output_file(file, inputs=Path(data).rglob("*"), force=force)
         dataset = PreparedDataset.open(Path(data))

@@ -49,9 +49,8 @@ CROWD_REQUESTS, CROWD_HOLD_SECONDS = 128, (0.5, 1.5)
 """Number of requests that are stepped at a time in a crowd, which gives nearly as much speech in less time; and
 spare seconds below which a request is stepped again, and above which it is left out."""
 START_SECONDS = ((64, 150, 1.0), (16, 100, 0.2))
-"""Numbers of requests that are spoken, or spoken and listened to, from which on a request begins with so many
-seconds, because its second window might be late. A listener asks again: few of many may be spoken now, and many in a
-moment."""
+"""Numbers of requests that are spoken, or spoken and listened to, from which on a request begins with so many seconds,
+because its second window might be late. A listener asks again: few of many may be spoken now, and many in a moment."""
 
 SpokenSegment = tuple[str, Codes]
 """Text and codes of an earlier segment."""
@@ -96,11 +95,9 @@ class SampleFilter(Protocol):
 
 
 class RunningRequest:
-    """One request in the batch: its segments, its codes, and its samples as they are decoded.
-
-    A prompt holds the references and the last segment before it. Without a reference it holds the first segment too,
-    which then sets the voice. A segment that failed is in no prompt.
-    """
+    """One request in the batch: its segments, its codes, and its samples as they are decoded. A prompt holds the
+    references and the last segment before it. Without a reference it holds the first segment too, which then sets the
+    voice. A segment that failed is in no prompt."""
 
     def __init__(
         self,
@@ -127,25 +124,21 @@ class RunningRequest:
         self._finished: list[Codes] = []
         self._context: list[SpokenSegment] = []
         """The first segment that succeeded, and the last."""
-        self._was_cut = self._cancelled = False
+        self._was_cut = self.cancelled = False
         self._current: Generation | None = None
         self._samples: list[Samples] = []
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Reason why the codes ended: `length` if any segment was cut; None before the end, and after an error."""
-        if self._cancelled:
+        if self.cancelled:
             return None if self.error is not None else "cancelled"
         return None if self._current is not None or self._scheduler is None else "length" if self._was_cut else "stop"
 
     @property
     def generated(self) -> bool:
         """Whether all codes were generated."""
-        return self._cancelled or (self._current is None and self._scheduler is not None)
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
+        return self.cancelled or (self._current is None and self._scheduler is not None)
 
     @property
     def held(self) -> bool:
@@ -204,7 +197,7 @@ class RunningRequest:
 
     def cancel(self, error: MynaError | None = None) -> None:
         """Give the slot back with the next step."""
-        self._cancelled, self.error = True, error
+        self.cancelled, self.error = True, error
         if self._current is not None:
             self._current.cancel()
             self._finished.append(self._current.codes())

@@ -144,10 +144,8 @@ class Engine:
         return tuple(self._adapters)
 
     def load_adapter(self, name: str, source: str | os.PathLike[str]) -> LoadedAdapter:
-        """Load the LoRA of a run, or an adapter, beside the model's own weights, for requests that name it.
-
-        Other requests continue. An adapter that does not change the logits of a test prompt is refused.
-        """
+        """Load the LoRA of a run, or an adapter, beside the model's own weights, for requests that name it. Other
+        requests continue. An adapter that does not change the logits of a test prompt is refused."""
         from myna.speak.loading import read_adapter
 
         if not name:
@@ -267,11 +265,9 @@ class Engine:
         *,
         batch_size: int | None = None,
     ) -> Iterator[tuple[int, Speech]]:
-        """Speak plans together, yielding each when it ends, with its place among them.
-
-        `on_frame` is called with the number of whole frames of the longest. Plans may be made one by one: they are read
-        twice a batch ahead. Plans that are left end when the caller stops reading.
-        """
+        """Speak plans together, yielding each when it ends, with its place among them. `on_frame` is called with the
+        number of whole frames of the longest. Plans may be made one by one: they are read twice a batch ahead. Plans
+        that are left end when the caller stops reading."""
         source, spoken, frames = enumerate(plans), dict[RunningRequest, int](), 0
         waiting = deque(itertools.islice(source, 2 * (batch_size or self.max_rows)))
         slots = min(len(waiting), batch_size or self.max_rows)
@@ -304,10 +300,8 @@ class Engine:
                     batch.cancel(running)
 
     def stream(self, request: SpeechRequest) -> SpeechStream:
-        """Speak one request, yielding samples as they are generated; together they are those of `speak`, bit for bit.
-
-        A caller that stops reading ends the request.
-        """
+        """Speak one request, yielding samples as they are generated; together they are those of `speak`, bit for bit. A
+        caller that stops reading ends the request."""
         return self.stream_plan(self.plan(request, split=False))
 
     def stream_plan(self, plan: SpeechPlan) -> SpeechStream:

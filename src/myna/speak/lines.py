@@ -67,10 +67,8 @@ class SpeechLine:
 
 
 def read_lines(file: Path, media: Path, defaults: SpeechRequest) -> list[SpeechLine]:
-    """Read and check all lines of a file. Settings that a line lacks are those of `defaults`, references too.
-
-    `media` is the folder for clips that ChatML carries within it.
-    """
+    """Read and check all lines of a file. Settings that a line lacks are those of `defaults`, references too. `media`
+    is the folder for clips that ChatML carries within it."""
     _check_file(file)
     is_json = file.suffix in (".jsonl", ".json")
     lines: list[SpeechLine] = []
@@ -243,11 +241,9 @@ def speak_lines(
     marker: SpeechMarker | None = None,
     progress: ProgressCallback = silent,
 ) -> SpokenLines:
-    """Speak lines in batches. Files that exist for the same text, voice, settings and weights stay as they are.
-
-    A line depends on its text and seed alone: lines with the same words, voice and seed sound the same. Lines are
-    planned as the batch comes to them, so that the first of very many is spoken at once.
-    """
+    """Speak lines in batches. Files that exist for the same text, voice, settings and weights stay as they are. A line
+    depends on its text and seed alone: lines with the same words, voice and seed sound the same. Lines are planned as
+    the batch comes to them, so that the first of very many is spoken at once."""
     with lock_folder(out, "speaking into"):
         known = _read_rows(out / SPOKEN_FILE)
         weights = cache(engine.fingerprint)

@@ -42,11 +42,8 @@ def load_engine(
     quantization: Quantization = "none",
     exact: bool = False,
 ) -> Engine:
-    """Load the speech engine of a run, an adapter or a model.
-
-    `strength` scales the LoRA. With a `quantization` the weights are loaded in main memory, merged, and packed onto the
-    device one by one. `exact` is as in `Engine`.
-    """
+    """Load the speech engine of a run, an adapter or a model. `strength` scales the LoRA. With a `quantization` the
+    weights are loaded in main memory, merged, and packed onto the device one by one. `exact` is as in `Engine`."""
     if quantization not in get_args(Quantization):
         hint = "choose one of: " + ", ".join(get_args(Quantization))
         raise SpeakError(f"{quantization} is no way to store weights for speaking", hint=hint)
@@ -74,11 +71,9 @@ def load_engine(
 
 
 def read_adapter(engine: Engine, ref: ModelRef) -> tuple[LoraMatrices, WeightsMetadata, bool, str]:
-    """Read the LoRA of a run or an adapter, after checking that it fits the engine's model.
-
-    Return its matrices, its metadata, whether its base is known to be this model, and the hash of its files. Weights
-    that are quantized, rounded otherwise or without the text head cannot be compared.
-    """
+    """Read the LoRA of a run or an adapter, after checking that it fits the engine's model. Return its matrices, its
+    metadata, whether its base is known to be this model, and the hash of its files. Weights that are quantized, rounded
+    otherwise or without the text head cannot be compared."""
     from myna.models.lora import read_lora_matrices
     from myna.models.quantized import quantized_linears
 
@@ -147,10 +142,8 @@ def load_adapted(
     *,
     text_head: bool | None,
 ) -> nn.Module:
-    """Load the base model with the adapter on it, not yet merged, and check that it was trained on this base.
-
-    `dtype` None keeps the stored types. `text_head` None is what the adapter needs.
-    """
+    """Load the base model with the adapter on it, not yet merged, and check that it was trained on this base. `dtype`
+    None keeps the stored types. `text_head` None is what the adapter needs."""
     from myna.models.lora import load_adapter, trains_text_head
 
     adapter = ref.require_adapter()
@@ -208,10 +201,8 @@ def merge_tuned(
     dtype: str = "auto",
     device: str = "cpu",
 ) -> MergeCheck:
-    """Write a whole model into `out`, which must be new; it appears complete, or not at all.
-
-    `myna.json` in it says what it was made of, how it was checked, and how it is to be used.
-    """
+    """Write a whole model into `out`, which must be new; it appears complete, or not at all. `myna.json` in it says
+    what it was made of, how it was checked, and how it is to be used."""
     from myna.models.merge import merge_adapter
 
     check_new_folder(out)

@@ -57,10 +57,7 @@ def log_spoken(speech: Speech) -> Speech:
 
 class MarkedStream(Iterator[Samples]):
     """Samples of one request as they are generated, with the watermark. Together they are those of `Voice.speak`, bit
-    for bit.
-
-    `close` ends the request; the samples until then are logged.
-    """
+    for bit. `close` ends the request; the samples until then are logged."""
 
     def __init__(self, stream: SpeechStream, origin: SpeechOrigin, device: str) -> None:
         self.origin, self._stream = origin, stream

@@ -147,11 +147,8 @@ def pair_references(
 
 
 def check_speech_text(text: str, reference_texts: Sequence[str]) -> None:
-    """Refuse a text without words, a reference without its transcript, and tags that do not fit the references.
-
-    Several references need `[SPEAKER0]`, `[SPEAKER1]`, ... each; tags without any reference leave the voices to the
-    model.
-    """
+    """Refuse a text without words, a reference without its transcript, and tags that do not fit the references. Several
+    references need `[SPEAKER0]`, `[SPEAKER1]`, ... each; tags without any reference leave the voices to the model."""
     if not normalise_text(text):
         raise SpeakError("there is no text to speak", hint='give some words: myna speak "Good morning." ...')
     for number, transcript in enumerate(reference_texts, start=1):

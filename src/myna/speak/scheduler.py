@@ -68,12 +68,9 @@ class Generation:
 
 
 class BatchScheduler:
-    """Queue in front of a decoding batch.
-
-    `advance` does one step: cancelled and ended generations leave, waiting ones are let in, a step is enqueued, and the
-    oldest result is read once `steps_ahead` newer steps are enqueued. A step leaves out held generations if fewer rows
-    are computed then.
-    """
+    """Queue in front of a decoding batch. `advance` does one step: cancelled and ended generations leave, waiting ones
+    are let in, a step is enqueued, and the oldest result is read once `steps_ahead` newer steps are enqueued. A step
+    leaves out held generations if fewer rows are computed then."""
 
     def __init__(self, decoder: SpeechDecoder) -> None:
         self.decoder = decoder
@@ -128,10 +125,8 @@ class BatchScheduler:
         return ended
 
     def _arrange_rows(self) -> int:
-        """Return how many of the first rows the next step takes: all, or fewer if held ones can be left out.
-
-        Rows that are not held then change places with held ones before them, through a free row.
-        """
+        """Return how many of the first rows the next step takes: all, or fewer if held ones can be left out. Rows that
+        are not held then change places with held ones before them, through a free row."""
         rows, spare = self._rows, len(self._rows)
         running = sum(not generation.held for generation in rows)
         count = min(spare, self.decoder.bucket(running))

@@ -20,11 +20,9 @@ from myna.models.codecs import (
 
 
 class CodeStream:
-    """Codes of one stream that are not decoded yet, with the context that their windows need.
-
-    Frames come in pieces of any size. Their windows depend only on their place in the stream. The first windows are
-    short, unless `streamed` is off and long ones give the same samples.
-    """
+    """Codes of one stream that are not decoded yet, with the context that their windows need. Frames come in pieces of
+    any size. Their windows depend only on their place in the stream. The first windows are short, unless `streamed` is
+    off and long ones give the same samples."""
 
     def __init__(self, codec: Codec, *, streamed: bool = True) -> None:
         self._codec = codec
@@ -82,10 +80,8 @@ class CodeStream:
 
 
 def decode_streams(codec: Codec, streams: Sequence[CodeStream]) -> PendingSamples:
-    """Start decoding all complete windows of these streams in one call.
-
-    The returned function waits for the next samples of each stream, in the order of the streams.
-    """
+    """Start decoding all complete windows of these streams in one call. The returned function waits for the next
+    samples of each stream, in the order of the streams."""
     taken = [(number, *window) for number, stream in enumerate(streams) for window in stream.take_windows()]
     pending = codec.decode_windows([codes for _, _, codes in taken])
 

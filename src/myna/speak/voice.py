@@ -56,12 +56,9 @@ def unchecked_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequ
 
 
 class Voice:
-    """A model that speaks: untuned, or tuned by a run. `load` makes it.
-
-    Keyword `options` of its methods are those of `SpeechOptions`. The scene, if None, is that of the training; sampling
-    settings that are None are the model's own. All speech has a watermark and is logged; `watermark=False` leaves out
-    the mark, and the log says so.
-    """
+    """A model that speaks: untuned, or tuned by a run. `load` makes it. Keyword `options` of its methods are those of
+    `SpeechOptions`. The scene, if None, is that of the training; sampling settings that are None are the model's own.
+    All speech has a watermark and is logged; `watermark=False` leaves out the mark, and the log says so."""
 
     def __init__(
         self, engine: Engine, origin: SpeechOrigin | None = None, *, adapter: str = "", strength: float = 1.0
@@ -101,11 +98,8 @@ class Voice:
         return self._known_origin or SpeechOrigin(display_name(self.engine.family.source))
 
     def load_adapter(self, source: Run | PathLike, *, name: str | None = None, strength: float = 1.0) -> Voice:
-        """Load a run or an adapter beside the weights of this voice, which must be its base model.
-
-        Both voices share the model, and so do further ones; `strength` scales the LoRA. `unload_adapter` frees its
-        place.
-        """
+        """Load a run or an adapter beside the weights of this voice, which must be its base model. Both voices share
+        the model, and so do further ones; `strength` scales the LoRA. `unload_adapter` frees its place."""
         from myna.models.ref import ModelRef
         from myna.provenance.speech_log import model_origin
 
