@@ -19,12 +19,12 @@ from myna.models.base import Family
 from myna.models.higgs_v2.tiny import save_tiny as save_deep
 from myna.models.lora import count_model, make_trainable
 from myna.train import memory_plan
-from myna.train.activation_memory import _LiveBytes
 from myna.train.loop import make_loader
 from myna.train.memory_plan import (
     USABLE_MEMORY_SHARE,
     LargestBatch,
     MemoryPlan,
+    _LiveBytes,
     available_memory,
     check_weights_fit,
     evenly_spaced,

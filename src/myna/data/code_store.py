@@ -56,8 +56,6 @@ def write_index(
 
 
 class CodeLocation(NamedTuple):
-    """Locations of the codes of many clips."""
-
     shard: npt.NDArray[np.int32]
     """Shard numbers, negative for a clip without codes."""
     offset: npt.NDArray[np.int64]
@@ -262,7 +260,6 @@ def lock_codes(folder: Path, revision: str) -> Iterator[Path]:
 
 
 def check_unique_ids(utterances: Sequence[Utterance]) -> None:
-    """Raise an error if two utterances have the same id."""
     [(id, uses)] = Counter(utterance.id for utterance in utterances).most_common(1) or [("", 0)]
     if uses > 1:
         raise DataError(f"two utterances have the id {id}", hint="give each a name of its own")

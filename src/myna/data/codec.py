@@ -67,8 +67,6 @@ class Encoder(Protocol):
 
 
 class Codec(Encoder, Protocol):
-    """Audio codec: an encoder with a decoder."""
-
     @property
     def decode_reach(self) -> int:
         """Frames on either side of a frame that its samples depend on."""

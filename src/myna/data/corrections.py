@@ -180,7 +180,6 @@ def load_corrections(folder: Path, notify: Notify = lambda _: None) -> list[Corr
 
 
 def _split_torn(content: bytes) -> tuple[bytes, bytes]:
-    """Split a log into its whole lines and an incomplete rest."""
     whole, newline, tail = content.rpartition(b"\n")
     try:
         _LINE.validate_json(tail)

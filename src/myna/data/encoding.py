@@ -51,27 +51,19 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class EncodeReport:
-    """Result of `encode_dataset`."""
-
     utterances: int
-    """Utterances that now have codes."""
     encoded: int
-    """Clips encoded in this run."""
     seconds: float
-    """Seconds of audio encoded in this run."""
     elapsed: float
     too_short: tuple[str, ...]
     """Ids of utterances shorter than one frame, which have no codes."""
 
     @property
     def pace(self) -> float:
-        """Seconds of audio encoded per second."""
         return self.seconds / self.elapsed if self.elapsed else 0.0
 
 
 class PlannedClip(NamedTuple):
-    """A clip to be encoded."""
-
     key: str
     id: str
     audio: Path
@@ -82,11 +74,8 @@ class PlannedClip(NamedTuple):
 
 
 class PlannedShard(NamedTuple):
-    """A shard to be written."""
-
     path: Path
     revision: str
-    """Revision of the codec."""
     batch_seconds: float
     clips: Sequence[PlannedClip]
 
@@ -97,7 +86,6 @@ class EncodedClips(NamedTuple):
     frames: dict[str, int]
     """Frames by key; 0 for a clip shorter than one frame."""
     notes: tuple[str, ...] = ()
-    """Sentences for the user."""
 
 
 class PendingClip(NamedTuple):

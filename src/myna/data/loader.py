@@ -129,8 +129,6 @@ STREAM_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's share of the data."""
-
     rank: int = 0
     world_size: int = 1
 
@@ -141,8 +139,6 @@ _StepPlans: TypeAlias = Generator[list[_MicroBatch], None, None]
 
 
 class _PackedWindow(NamedTuple):
-    """A window of targets, packed into rows."""
-
     targets: Indices
     references: ReferenceLists
     lengths: list[int] | None
@@ -200,7 +196,6 @@ class Loader(Generic[SequenceT, BatchT]):
                 yield batch
 
     def first_rows(self, count: int) -> list[_Row]:
-        """The first planned rows of the stream."""
         return list(islice(self._rows(skip=0), count))
 
     def rows_in_first_epoch(self) -> int:

@@ -62,7 +62,6 @@ class ManifestTable:
     path: Path | None
     """File of the table; None if it could not be written."""
     columns: Any
-    """The Arrow record batch."""
     fingerprint: str
     """Hash of everything that conversations are built from, except the places of files."""
     id: Any
@@ -152,7 +151,6 @@ def open_manifest_table(folder: Path, store: CodeStore) -> tuple[ManifestTable, 
 
 
 def _reopen(folder: Path, path: Path, revision: str, fingerprint: str) -> ManifestTable:
-    """Open the table that the sending process has opened."""
     stored = read_cached_arrow(path, revision, {"fingerprint": fingerprint}, strings=False)
     if stored is None:
         raise DataError(
@@ -219,7 +217,6 @@ SCHEMA = pa.schema(
 
 
 def _read_lines(folder: Path) -> Iterator[Any]:
-    """Yield the manifest as tables of many lines each."""
     yield SCHEMA.empty_table()
     utterances = iterate_manifest(folder / MANIFEST_FILE)
     while part := [_line(utterance, folder) for utterance in islice(utterances, LINES_PER_BATCH)]:
@@ -260,7 +257,7 @@ def _check_unique_ids(folder: Path, ids: Any) -> None:
 
 
 def _match_index(folder: Path, store: CodeStore, lines: Any) -> Any:
-    """Find the index entry of each line, with the same audio and span. Does not read the audio, as `prepare` does."""
+    """Find the index entry of each line, with the same path and span. Unlike `prepare`, this does not read audio."""
     index = store.index()
     positions = pc.index_in(lines["id"], value_set=index["id"])
     ids, is_indexed = lines["id"], pc.is_valid(positions).to_numpy()

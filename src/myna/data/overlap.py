@@ -32,8 +32,6 @@ class ComparedClip(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainedClips:
-    """Clips that a recipe trains on."""
-
     utterances: Utterances
     codec_revision: str
 

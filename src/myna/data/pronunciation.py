@@ -81,15 +81,12 @@ class AssessedWord(_StrictModel):
 
 
 class Assessment(_StrictModel):
-    """Assessment of one recording."""
-
     text: str
     scores: SentenceScores
     words: Annotated[tuple[AssessedWord, ...], BeforeValidator(_to_tuple)] = ()
 
     @property
     def phones(self) -> tuple[str, ...]:
-        """Canonical phones of all words."""
         return tuple(phone for word in self.words for phone in word.phones)
 
     @property
@@ -248,8 +245,6 @@ PUBLISHED_FIGURES = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerScores:
-    """Metrics of a set of answers."""
-
     figures: dict[str, Estimate]
     """Correlations of the scores, error rates of words and phones, and the F1 of finding mispronounced phones."""
     utterances: int
@@ -351,7 +346,6 @@ def baseline_answers(references: Sequence[Assessment], phones: Callable[[Assessm
 
 
 def _undefined_reason(name: str, pairs: Sequence[tuple[Assessment, AssessmentAnswer | None]]) -> str:
-    """Return the reason why a figure has no value."""
     if not pairs:
         return "there are no utterances"
     if name == MISPRONUNCIATION_F1:

@@ -93,7 +93,6 @@ class ReferenceSampler:
         return tuple(self.dataset.table.utterance(int(index)) for index in sampled.indices)
 
     def sample(self, targets: Indices, epoch: int) -> ReferenceLists:
-        """Sample the references of many targets."""
         table, pool = self.dataset.table, self._pool
         is_random, drawn = self._random_mask(targets), np.full(len(targets), -1)
         own = pool.position[targets]

@@ -48,9 +48,7 @@ class DatasetSplit:
 
     seed: int
     speakers: int
-    """Number of speakers to hold out."""
     texts: int
-    """Number of texts to hold out."""
     subset_of: Mapping[str, Subset]
     """Subset by id."""
 
@@ -220,7 +218,6 @@ def _group_speakers(utterances: Sequence[Utterance], key: Callable[[Utterance], 
 
 
 def _draw_speakers(utterances: Sequence[Utterance], groups: Groups, count: int, seed: int) -> set[Hashable]:
-    """Draw the groups of speakers to hold out."""
     members: defaultdict[Hashable, list[Utterance]] = defaultdict(list)
     for utterance in utterances:
         members[groups[utterance.id]].append(utterance)
@@ -250,7 +247,6 @@ def _group_texts(utterances: Sequence[Utterance], key: Callable[[Utterance], str
 
 
 def _draw_texts(utterances: Sequence[Utterance], groups: Groups, count: int, seed: int) -> set[Hashable]:
-    """Draw the groups of texts to hold out."""
     names: dict[Hashable, str] = {}
     for utterance in utterances:
         if (text := alphanumeric(utterance.text)) and utterance.is_target:

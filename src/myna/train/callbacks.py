@@ -29,8 +29,6 @@ AutocastContext = Callable[[], AbstractContextManager[Any]]
 
 
 class LoggedSample(NamedTuple):
-    """Audio sample and its spectrogram for the trackers."""
-
     name: str
     samples: npt.NDArray[np.float32]
     sample_rate: int
@@ -39,8 +37,6 @@ class LoggedSample(NamedTuple):
 
 
 class SpeechScores(NamedTuple):
-    """Result of one speech evaluation during training."""
-
     row: dict[str, Any]
     """Scores for metrics.jsonl and the trackers; holds no timings."""
     is_best: bool

@@ -58,7 +58,6 @@ class TrainingProgress:
 
     step: int
     base_loss: float | None = None
-    """Evaluation loss of the base model."""
     base_speech_evaluated: bool = False
     """Whether the base model's speech was evaluated; only recipes with `speech_eval` need it."""
     best_step: int | None = None
@@ -160,7 +159,6 @@ class CheckpointManager:
             )
 
     def _save_weights(self, model: nn.Module, folder: Path) -> None:
-        """Write and verify the weights for inference."""
         if self.trainer.recipe.adapt.mode == "full":
             expected = self.trainer.family.save_model(model, folder)
         else:

@@ -50,7 +50,6 @@ class ProcessInfo:
 
     rank: int = 0
     local_rank: int = 0
-    """Rank on this machine, and index of its GPU."""
     world_size: int = 1
 
     @classmethod

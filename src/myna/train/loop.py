@@ -47,8 +47,6 @@ BEFORE_BASE_EVALUATION = -1
 
 
 class TrainingObserver(Protocol):
-    """Receiver of the messages and metrics of a training."""
-
     def on_message(self, text: str) -> None: ...
 
     def on_start(self, steps: int, done: int) -> None: ...

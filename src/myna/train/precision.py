@@ -25,8 +25,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Chosen precision and the reason for it."""
-
     name: PrecisionName
     reason: str
 

@@ -125,7 +125,6 @@ class InitialLoss:
         return {name: mean for name, mean in zip(self.loss_terms, means, strict=True) if mean is not None}
 
     def mean(self, offset: int) -> float:
-        """Unweighted mean over the decisive terms."""
         per_term = self.per_term(offset)
         losses = [per_term[self.loss_terms[k]] for k in self.decisive if self.loss_terms[k] in per_term]
         return sum(losses) / len(losses) if losses else math.inf
@@ -375,7 +374,6 @@ def _on_sharded_ranks(trainer: Trainer, check: Callable[[], T]) -> list[T]:
 
 
 def _local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -37,8 +37,6 @@ T = TypeVar("T")
 
 @dataclass
 class CheckContext:
-    """State that the checks look at."""
-
     trainer: Trainer
     loader: Loader[RenderedSequence, Batch]
     evaluation: Loader[RenderedSequence, Batch] | None
@@ -265,7 +263,6 @@ def _label_count(sequence: RenderedSequence) -> int:
 
 
 def _supervised_positions(sequence: RenderedSequence) -> npt.NDArray[np.int64]:
-    """Return the positions with labels, in order."""
     text = np.flatnonzero(sequence.labels != IGNORE_INDEX)
     audio = _audio_positions(sequence)[(sequence.code_labels != IGNORE_INDEX).any(axis=1)]
     return np.union1d(text, audio)

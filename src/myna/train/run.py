@@ -205,7 +205,6 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def _training_errors(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` while writing into a `TrainingError`."""
     try:
         yield
     except OSError as error:

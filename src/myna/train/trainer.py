@@ -116,7 +116,6 @@ class Trainer:
 
     @property
     def sharded(self) -> bool:
-        """Whether this rank holds only a shard of each weight."""
         return is_sharded(self.recipe, self.accelerator)
 
     def full_model(self) -> nn.Module | None:
@@ -192,7 +191,6 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], weights: torch.Tensor) -> dict[str, Any]:
-        """Return evaluation losses over the batches of all ranks."""
         self.objective.eval()
         losses = LossAccumulator.zeros(len(self.family.loss_terms))
         with self.ema_weights(), self.accelerator.autocast():
@@ -215,7 +213,6 @@ class Trainer:
         return self.ema.swapped_in(self.trainable_parameters) if self.ema is not None else nullcontext()
 
     def reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a CPU tensor over ranks."""
         if self.accelerator.num_processes == 1:
             return tensor
         # MPS has no fp64, but it has only one rank.

@@ -13,7 +13,7 @@ from myna.data.conversation import Conversation
 from myna.models import open_family
 from myna.models.base import IGNORE_INDEX, RenderedSequence, TokenSpan
 from myna.models.phi4.family import Phi4
-from myna.train import activation_memory, memory_plan
+from myna.train import memory_plan
 from myna.train.memory_plan import LargestBatch, plan_memory
 from myna.train.precision import Precision
 
@@ -36,7 +36,7 @@ def heard(seconds: float) -> RenderedSequence:
 
 def test_the_papers_recipe_fits_a_24_gb_gpu_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "available_memory", lambda _: int(23.4 * 2**30))
-    monkeypatch.setattr(activation_memory, "_is_ampere_or_later", lambda _: False)
+    monkeypatch.setattr(memory_plan, "_is_ampere_or_later", lambda _: False)
     recipe = load_recipe(RECIPE)
     sequences = tuple(heard(6) for _ in range(recipe.train.micro_batch_size))
     planned = plan_memory(

@@ -61,8 +61,6 @@ MAX_NAMED_REJECTIONS = 5
 
 @dataclass(slots=True)
 class ImportResult:
-    """Result of an import: usable utterances and rejected records."""
-
     utterances: list[Utterance]
     rejected: list[RejectedRecord]
     format: str

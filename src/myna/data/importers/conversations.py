@@ -54,7 +54,6 @@ def read_conversations(
 
 
 def read_messages(sample: Mapping[str, Any], content_type: type[T]) -> Iterator[tuple[str, T]]:
-    """Yield role and content of each message of a sample."""
     for message in records.require_field(sample, "messages", list):
         message = records.require_type(message, dict, "messages")
         yield records.require_field(message, "role", str), records.require_field(message, "content", content_type)
@@ -189,7 +188,6 @@ def _chatml_clip(content: Mapping[str, Any], context: ImportContext, folder: Pat
 
 
 def _system_extras(turns: list[ImportedTurn]) -> dict[str, str]:
-    """Extract the scene, and the rest of the system message."""
     parts = (part for turn in turns if turn.role == "system" for part in turn.parts)
     text = "".join(part for part in parts if isinstance(part, str))
     scene = SCENE.search(text)

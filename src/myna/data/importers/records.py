@@ -52,8 +52,6 @@ class RejectedRecord:
 
 @dataclass(frozen=True, slots=True)
 class ImportedUtterance:
-    """Utterance and the source line it comes from."""
-
     utterance: Utterance
     source: str
     line: int | None

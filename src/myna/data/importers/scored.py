@@ -33,7 +33,6 @@ def _read_scored(source: Path, context: ImportContext) -> Iterator[ImportItem]:
 
 
 def add_assessment(utterance: Utterance, scores: dict[str, Any]) -> Utterance:
-    """Add question, answer and assessment to an utterance's extras."""
     try:
         assessment = read_assessment({"text": utterance.text, **scores})
     except ValueError as error:
@@ -125,7 +124,6 @@ def _scores_file(source: Path) -> Path:
 
 
 def _kaldi_lines(path: Path) -> Iterator[tuple[int, tuple[str, str]]]:
-    """Yield line number, key and value."""
     for number, line in records.nonblank_lines(path) if path.is_file() else ():
         key, _, value = line.decode("utf-8", errors="replace").replace("\t", " ").partition(" ")
         yield number, (key, value.strip())

@@ -141,7 +141,6 @@ def _shorten(text: str) -> str:
 
 
 def _is_nested(value: Any, levels: int) -> bool:
-    """Whether a JSON tree is nested deeper than `levels`."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels < 0 or any(_is_nested(item, levels - 1) for item in items)
 
