@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import difflib
 import importlib
 import io
 import json
@@ -39,7 +38,7 @@ WHISPER, RECORDINGS = Path(".cache/metrics/whisper-base"), Path("src/myna/demo/r
 RATE, WINDOW_SECONDS, GAP_SECONDS = 16_000, 25.0, 0.4
 BATCH_CLIPS, GROUP = 32, 64
 """Windows that curation decodes at once on a GPU, and weights that share a scale in the pack."""
-BACKENDS = ("ctranslate2", "torch")
+BACKENDS, KINDS = ("ctranslate2", "torch"), ("with times of words", "text alone")
 
 
 def pack(python_version: str, bits: int) -> None:
@@ -188,63 +187,52 @@ def measure(backend: str, device: str, beams: int, windows: int, repeats: int) -
         features, tokenizer = (one.from_pretrained(folder) for one in (WhisperFeatureExtractor, WhisperTokenizer))
         whisper = open_torch_whisper(model, tokenizer.backend_tokenizer, features.feature_size)
     clips = make_windows(windows)
-    result: dict[str, Any] = {"seconds of audio": sum(map(len, clips)) / RATE, "load": os.getloadavg()[0]}
-    for words in (True, False):
+    result: dict[str, Any] = {"seconds of audio": sum(map(len, clips)) / RATE}
+    for kind in KINDS:
         took, texts = [], []
         for _ in range(1 + repeats):
             began, texts = time.perf_counter(), []
             for start in range(0, len(clips), BATCH_CLIPS):
                 batch = clips[start : start + BATCH_CLIPS]
-                decoded = whisper_windows.decode_clips(whisper, batch, ["en"] * len(batch), word_times=words)
+                decoded = whisper_windows.decode_clips(whisper, batch, ["en"] * len(batch), word_times=kind == KINDS[0])
                 texts += [" ".join(one.texts) for one in decoded]
             took.append(time.perf_counter() - began)
-        name = "with times of words" if words else "text alone"
-        result[name] = {"audio-s/s": result["seconds of audio"] / min(took[1:]), "rounds": took, "texts": texts}
+        result[kind] = {"audio-s/s": result["seconds of audio"] / min(took[1:]), "texts": texts}
     return result
 
 
-def measure_processes(backend: str, arguments: argparse.Namespace, beams: int, processes: int) -> dict[str, Any]:
-    """Run as many processes at once, each with all windows; their rates are added."""
+def measure_apart(backend: str, arguments: argparse.Namespace, beams: int) -> dict[str, Any]:
+    """Measure in a process of its own, since both backends bring CUDA libraries."""
     command = [sys.executable, __file__, "one", "--backend", backend, "--beams", str(beams)]
     command += ["--device", arguments.device, "--windows", str(arguments.windows), "--repeats", str(arguments.repeats)]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
-    outputs = [process.communicate()[0].strip().splitlines() for process in started]
-    if not all(outputs) or any(process.returncode for process in started):
-        return {"error": " ".join(lines[-1] if lines else "no output" for lines in outputs)}
-    results = [json.loads(lines[-1]) for lines in outputs]
-    whole: dict[str, Any] = {}
-    for name in ("with times of words", "text alone"):
-        whole[name] = {"audio-s/s": round(sum(one[name]["audio-s/s"] for one in results), 1)}
-        whole[name]["texts"] = results[0][name]["texts"]
-    return whole
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+    return {"error": last} if done.returncode else dict(json.loads(last))
 
 
 def run(arguments: argparse.Namespace) -> None:
     unpack()
-    report: dict[str, Any] = {"device": arguments.device, "windows": arguments.windows, "batch": BATCH_CLIPS}
+    report: dict[str, Any] = {
+        "device": arguments.device,
+        "windows": arguments.windows,
+        "batch": BATCH_CLIPS,
+        "beams": {},
+    }
     os.environ["PYTHONPATH"] = ":".join([*filter(None, [os.environ.get("PYTHONPATH")]), "src", str(ROOT / "site")])
     if arguments.device == "cuda":
         report["libcublas"] = link_cuda_libraries()
-    for processes in arguments.processes:
-        for beams in arguments.beams:
-            both = {name: measure_processes(name, arguments, beams, processes) for name in BACKENDS}
-            entry: dict[str, Any] = {name: one.get("error") for name, one in both.items() if "error" in one}
-            for kind in ("with times of words", "text alone") if not entry else ():
-                texts = [both[name][kind].pop("texts") for name in BACKENDS]
-                rates = [both[name][kind]["audio-s/s"] for name in BACKENDS]
-                words = [[one.split() for one in side] for side in texts]
-                alike = [
-                    difflib.SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in zip(*words, strict=True)
-                ]
-                entry[kind] = {
-                    **dict(zip(BACKENDS, rates, strict=True)),
-                    "torch over ctranslate2": round(rates[1] / rates[0], 3),
-                    "equal texts": f"{sum(one == other for one, other in zip(*texts, strict=True))} of {len(texts[0])}",
-                    "equal words": round(float(np.mean(alike)), 4),
-                }
-            report[f"{beams} beams, {processes} processes"] = entry
-            print(json.dumps({f"{beams} beams, {processes} processes": entry}, indent=1), flush=True)
-            (arguments.out / "whisper-backends.json").write_text(json.dumps(report, indent=1) + "\n")
+    for beams in arguments.beams:
+        both = {name: measure_apart(name, arguments, beams) for name in BACKENDS}
+        entry: dict[str, Any] = {name: one["error"] for name, one in both.items() if "error" in one}
+        for kind in KINDS if not entry else ():
+            texts = [both[name][kind]["texts"] for name in BACKENDS]
+            rates = {name: round(both[name][kind]["audio-s/s"], 1) for name in BACKENDS}
+            equal = sum(one == other for one, other in zip(*texts, strict=True))
+            ratio = round(rates["torch"] / rates["ctranslate2"], 3)
+            entry[kind] = rates | {"torch over ctranslate2": ratio, "equal texts": f"{equal} of {len(texts[0])}"}
+        report["beams"][beams] = entry
+        print(beams, json.dumps(entry, indent=1), flush=True)
+        (arguments.out / "whisper-backends.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main() -> None:
@@ -261,7 +249,6 @@ def main() -> None:
         if name == "run":
             running.add_argument("--out", type=Path, default=Path("build"))
             running.add_argument("--beams", type=int, nargs="+", default=[5, 1])
-            running.add_argument("--processes", type=int, nargs="+", default=[1, 4])
         else:
             running.add_argument("--backend", choices=BACKENDS, required=True)
             running.add_argument("--beams", type=int, required=True)
