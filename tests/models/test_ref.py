@@ -59,7 +59,8 @@ def test_a_run_and_its_parts_are_resolved_to_the_run(tmp_path: Path) -> None:
 def test_a_fully_trained_run_has_no_adapter(tmp_path: Path) -> None:
     run = make_run(tmp_path / "marta", "owner/base", "full")
     ref = ModelRef.find_trained(run)
-    assert (ref.kind, ref.adapter, ref.weights, ref.trained_sha256) == ("run", None, run / "model", "")
+    assert (ref.kind, ref.adapter, ref.weights) == ("run", None, run / "model")
+    assert model_origin(ref).adapter_sha256 == ""
     with pytest.raises(ModelError, match="was trained in full, and has no LoRA") as caught:
         ref.require_adapter()
     assert caught.value.hint.endswith(f"--model {run / 'model'}")
@@ -93,12 +94,8 @@ def test_an_adapter_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     downloaded = make_adapter(tmp_path / "download", "owner/base")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(downloaded))
     ref = ModelRef.find("owner/voice")
-    assert (ref.kind, ref.source, ref.adapter, ref.display_name) == (
-        "adapter",
-        "owner/voice",
-        downloaded,
-        "owner/voice",
-    )
+    assert (ref.kind, ref.source, ref.adapter) == ("adapter", "owner/voice", downloaded)
+    assert model_origin(ref).adapter == "owner/voice"
 
 
 def test_wrong_names_are_refused_with_what_to_type(tmp_path: Path, model: Path) -> None:

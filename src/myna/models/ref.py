@@ -116,15 +116,6 @@ class ModelRef:
             return self.source
         return known.source if known.revision is None else f"{known.source}@{known.revision}"
 
-    @property
-    def display_name(self) -> str:
-        return display_name(self.source)
-
-    @property
-    def trained_sha256(self) -> str:
-        """Hash of an adapter's weights; empty for a whole model, which may have many gigabytes."""
-        return "" if self.adapter is None else weights_sha256(self.adapter)
-
     def require_trained(self) -> ModelRef:
         """Return this reference; raise an error unless it is a run or an adapter."""
         if not self.is_trained:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from myna.core.errors import OutputError
 from myna.core.io import HOME_VARIABLE, acquire_lock, user_folder
-from myna.models.ref import ModelRef, display_name
+from myna.models.ref import ModelRef, display_name, weights_sha256
 
 LOG_FILE = "speech.jsonl"
 TEXT_VARIABLE = "MYNA_LOG_TEXT"
@@ -56,8 +56,10 @@ class SpeechOrigin:
 def model_origin(ref: ModelRef) -> SpeechOrigin:
     """Return the origin of speech of a run, an adapter or a model, without voice and text."""
     if not ref.is_trained:
-        return SpeechOrigin(ref.display_name)
-    return SpeechOrigin(display_name(ref.base_source), ref.display_name, ref.trained_sha256)
+        return SpeechOrigin(display_name(ref.source))
+    # A whole model may have many gigabytes, and is not hashed.
+    trained = "" if ref.adapter is None else weights_sha256(ref.adapter)
+    return SpeechOrigin(display_name(ref.base_source), display_name(ref.source), trained)
 
 
 class _Digest(Protocol):
