@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from myna.commands.answer import load_answer_model as load_answer_model
     from myna.commands.curate import correct as correct
     from myna.commands.curate import curate as curate
     from myna.commands.curate import forecast_curation as forecast_curation
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from myna.commands.model import model_stats as model_stats
     from myna.commands.model import verify as verify
     from myna.commands.speak import load as load
+    from myna.commands.speak import load_answer_model as load_answer_model
     from myna.commands.train import resume as resume
     from myna.commands.train import train as train
     from myna.commands.voice import add_voice as add_voice
@@ -53,13 +53,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "commands.answer": ("load_answer_model",),
     "commands.curate": ("correct", "curate", "forecast_curation", "xray"),
     "commands.data": ("import_dataset", "prepare", "render", "split"),
     "commands.doctor": ("doctor",),
     "commands.evaluate": ("compare", "evaluate"),
     "commands.model": ("convert", "extract_lora", "make_tiny", "merge", "model_stats", "verify"),
-    "commands.speak": ("load",),
+    "commands.speak": ("load", "load_answer_model"),
     "commands.train": ("resume", "train"),
     "commands.voice": ("add_voice", "consent_sentence", "detect"),
     "core.config": ("Recipe", "load_recipe"),

@@ -28,7 +28,7 @@ PANELS = {
         "split": "data",
         "render": "data",
     },
-    "Speech": {"speak-lines": "speak", "serve": "serve", "voice": "voice", "detect": "voice", "answer": "answer"},
+    "Speech": {"speak-lines": "speak", "serve": "serve", "voice": "voice", "detect": "voice", "answer": "speak"},
     "Quality": {"evaluate": "evaluate", "compare": "evaluate"},
     "Models": {"merge": "model", "verify": "model", "model": "model"},
 }

@@ -8,23 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict, Unpack
 
+from myna.commands import options as opt
 from myna.commands.command import command
 from myna.commands.display import console, progress_bars, show_notes
-from myna.commands.options import (
-    Codec,
-    Device,
-    Language,
-    Layout,
-    Model,
-    Out,
-    PathLike,
-    Ray,
-    Seed,
-    Settings,
-    Source,
-    Workers,
-    option,
-)
+from myna.commands.options import PathLike, option
 from myna.core.io import report_disk_errors
 from myna.core.progress import ProgressCallback, silent
 
@@ -38,15 +25,15 @@ PreparedFolder = Annotated[PathLike, option("A folder made by `myna prepare`.")]
 class ImportOptions(TypedDict, total=False):
     """Options of commands that read a source."""
 
-    format: Layout
+    format: opt.Layout
     max_bad: Annotated[float, option("Share of bad items above which the import fails; 0.01 by default.")]
-    language: Language
+    language: opt.Language
     speaker: Annotated[str, option("Speaker of utterances whose source names none.")]
 
 
 @report_disk_errors()
 def import_dataset(
-    source: Source, out: Out, *, progress: ProgressCallback = silent, **options: Unpack[ImportOptions]
+    source: opt.Source, out: opt.Out, *, progress: ProgressCallback = silent, **options: Unpack[ImportOptions]
 ) -> DataFolder:
     """Read recordings and texts in any supported layout into one manifest, without encoding them.
 
@@ -65,14 +52,14 @@ def _(call: Callable[..., DataFolder]) -> None:
 
 @report_disk_errors()
 def prepare(
-    source: Source,
-    out: Out,
+    source: opt.Source,
+    out: opt.Out,
     *,
-    model: Model,
-    codec: Codec = None,
-    device: Device = "auto",
-    workers: Workers = None,
-    ray: Ray = None,
+    model: opt.Model,
+    codec: opt.Codec = None,
+    device: opt.Device = "auto",
+    workers: opt.Workers = None,
+    ray: opt.Ray = None,
     progress: ProgressCallback = silent,
     **options: Unpack[ImportOptions],
 ) -> DataFolder:
@@ -115,7 +102,7 @@ def split(
     *,
     speakers: Annotated[int, option("Speakers to hold out, for voices never heard.", least=0)] = 0,
     texts: Annotated[int, option("Texts to hold out, for voices that are known.", least=0)] = 10,
-    seed: Seed = 0,
+    seed: opt.Seed = 0,
 ) -> dict[str, DataFolder]:
     """Hold out speakers and texts to evaluate on. Made once: DATA/subsets holds a prepared folder for each subset."""
     from myna.data.split import split_folder
@@ -133,10 +120,10 @@ def _(call: Callable[..., Mapping[str, DataFolder]]) -> None:
 def render(
     data: PreparedFolder,
     *,
-    model: Model,
+    model: opt.Model,
     id: Annotated[str | None, option("Utterance to show; the first one if left out.")] = None,
     count: Annotated[int, option("How many utterances to show.", "-n")] = 1,
-    settings: Settings = (),
+    settings: opt.Settings = (),
 ) -> list[RenderedSequence]:
     """Show training sequences of a prepared folder token by token, with codes and labels, as the model sees them."""
     from myna.core.config import make_recipe

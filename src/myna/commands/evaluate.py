@@ -12,23 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 from rich.console import Console
 from rich.table import Table
 
+from myna.commands import options as opt
 from myna.commands.command import command
 from myna.commands.display import console, progress_bars, show_notes, show_warnings
-from myna.commands.options import (
-    ASR,
-    BaseModel,
-    BatchSize,
-    Device,
-    Force,
-    Json,
-    Language,
-    Limit,
-    PathLike,
-    Seed,
-    SpeakerEncoder,
-    Strength,
-    option,
-)
+from myna.commands.options import PathLike, option
 from myna.core.errors import ConfigError
 from myna.core.progress import ProgressCallback, silent
 
@@ -43,15 +30,15 @@ class EvaluationOptions(TypedDict, total=False):
 
     data: Annotated[PathLike | None, option("Prepared folder; by default the held-out data of the (first) run.")]
     sentences: Annotated[PathLike | None, option("Text file, a sentence a line; or a list as of seed-tts-eval.")]
-    asr: ASR
-    speaker_encoder: SpeakerEncoder
-    language: Language
-    model: BaseModel
-    limit: Limit
-    seed: Seed
-    batch_size: BatchSize
-    device: Device
-    force: Force
+    asr: opt.ASR
+    speaker_encoder: opt.SpeakerEncoder
+    language: opt.Language
+    model: opt.BaseModel
+    limit: opt.Limit
+    seed: opt.Seed
+    batch_size: opt.BatchSize
+    device: opt.Device
+    force: opt.Force
 
 
 def evaluate(
@@ -59,7 +46,7 @@ def evaluate(
     *,
     against: Annotated[Sequence[str], option("Another run or model, or NAME=IT; repeatable.")] = (),
     out: Annotated[PathLike | None, option("Folder; RUN/evaluation or evaluations/NAME by default.", "-o")] = None,
-    strength: Strength = 1.0,
+    strength: opt.Strength = 1.0,
     progress: ProgressCallback = silent,
     **options: Unpack[EvaluationOptions],
 ) -> Evaluation:
@@ -82,7 +69,7 @@ def evaluate(
 
 
 @command("evaluate", evaluate, example="myna evaluate runs/marta --asr base")
-def _(call: Callable[..., Evaluation], *, as_json: Json = False) -> None:
+def _(call: Callable[..., Evaluation], *, as_json: opt.Json = False) -> None:
     with progress_bars() as progress:
         evaluation = call(progress=progress)
     show_notes(evaluation.notes, console(stderr=True))
@@ -128,7 +115,7 @@ def _(
     preferences: Annotated[Sequence[PathLike], option("Answers that the page saved; repeatable.")] = (),
     serve: Annotated[bool, option("Give the page to browsers on this machine and save their answers.")] = False,
     port: Annotated[int, option("Port of --serve; 0 is any free one.", least=0, most=65535)] = 8765,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """`myna compare marta-again --preferences anna.json --preferences ben.json` adds up the answers of listeners.
     `myna compare marta-again --serve` saves answers as they are given."""

@@ -1,4 +1,4 @@
-"""`myna speak` and `myna speak-lines`: text to speech; in Python `load`, and the methods of what it returns."""
+"""`myna speak`, `speak-lines` and `answer`; in Python `load`, `load_answer_model` and methods of their results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
@@ -13,7 +14,17 @@ from rich.table import Table
 
 from myna.commands.command import command
 from myna.commands.display import console, progress_bars, show_notes, show_warnings
-from myna.commands.options import ASR, BatchSize, Force, ModelOptions, PathLike, SpeakerEncoder, StoredWeights, option
+from myna.commands.options import (
+    ASR,
+    BatchSize,
+    Device,
+    Force,
+    ModelOptions,
+    PathLike,
+    SpeakerEncoder,
+    StoredWeights,
+    option,
+)
 from myna.core.errors import ReferenceWarning, SpeakError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER
 from myna.speak.options import SpeechOptions
@@ -22,6 +33,7 @@ if TYPE_CHECKING:
     from myna.data.codec import Codes
     from myna.evaluate.takes import RankedTake, TakeRanking
     from myna.models.ref import ModelRef
+    from myna.speak.answering import AnswerModel, DatasetAnswers
     from myna.speak.engine import Speech
     from myna.speak.marking import MarkedStream
     from myna.speak.voice import Voice
@@ -58,6 +70,15 @@ def load(
 
     ref, weights = model_ref(source, model), quantization
     return Voice.open(ref, codec=codec, device=device, strength=strength, quantization=weights, exact=exact)
+
+
+def load_answer_model(
+    source: PathLike, *, model: str | None = None, device: str = "auto", batch_size: int = 16
+) -> AnswerModel:
+    """Open a model that answers in words, as `load` opens one that speaks."""
+    from myna.speak.answering import AnswerModel
+
+    return AnswerModel.open(model_ref(source, model), device=device, batch_size=batch_size)
 
 
 def model_ref(source: PathLike, base: str | None) -> ModelRef:
@@ -212,6 +233,57 @@ def _(
     show_notes([f"{spoken.folder}: {len(spoken.rows)} lines{before}, {seconds:.1f} s"], console())
 
 
+@command("answer", example="myna answer lesson.wav --run runs/learner")
+def _(
+    recordings: Annotated[Sequence[PathLike], option("Recordings, or one folder made by `myna prepare` with answers.")],
+    *,
+    run: Annotated[PathLike | None, option("Run folder, one of its checkpoints, or a LoRA adapter.")] = None,
+    model: Annotated[str | None, option("An untuned model; beside --run, its base model.", "-m")] = None,
+    question: Annotated[str | None, option("Question to ask; by default to rate the pronunciation.")] = None,
+    out: Annotated[PathLike | None, option("JSONL file for the answers to a prepared folder.", "-o")] = None,
+    max_tokens: Annotated[int, option("Longest answer, at which a runaway is cut.", least=1)] = 512,
+    batch_size: BatchSize = 16,
+    constrained: Annotated[bool, option("Keep answers to the JSON of an assessment: all can be parsed.")] = False,
+    device: Device = "auto",
+    force: Force = False,
+) -> None:
+    """Answer questions about recordings with a model that listens, or compare its answers with those of a folder."""
+    from myna.core.io import check_output_file
+    from myna.data.dataset import DATASET_INFO_FILE
+    from myna.models.ref import ModelRef
+    from myna.speak.answering import AnswerModel, trained_warnings
+
+    first = Path(recordings[0])
+    folder = first if (first / DATASET_INFO_FILE).is_file() else None
+    if folder is not None and (len(recordings) > 1 or out is None or question is not None):
+        raise SpeakError(
+            f"{folder} is a prepared folder, which comes alone, with questions of its own and an --out",
+            hint=f"myna answer {folder} --run RUN --out answers.jsonl",
+        )
+    if folder is None and out is not None:
+        raise SpeakError("--out is for the answers to a prepared folder", hint="leave it out, or name such a folder")
+    if folder is not None and out is not None:
+        for file in (Path(out), AnswerModel.scores_file(out)):
+            check_output_file(file, inputs=folder.rglob("*"), force=force)
+    answerer = AnswerModel.open(ModelRef.from_options(run, model), device=device, batch_size=batch_size)
+    if folder is None or out is None:
+        with progress_bars() as progress:
+            answers = answerer.answer_all(
+                recordings, question, max_tokens=max_tokens, constrained=constrained, progress=progress
+            )
+        show_warnings(trained_warnings(answerer.trained_recordings(recordings)), console(stderr=True))
+        for recording, reply in zip(recordings, answers, strict=True):
+            show_notes([f"{os.fspath(recording)}: {reply.text}"], console())
+        return
+    with progress_bars() as progress:
+        result = answerer.answer_dataset(
+            folder, out, max_tokens=max_tokens, constrained=constrained, force=force, progress=progress
+        )
+    _show_dataset_answers(result)
+    exact = f"{result.exact} of {len(result.rows)} answers equal the expected ones, letter for letter"
+    show_notes([f"{os.fspath(out)}: {exact}", f"{answerer.scores_file(out)}: every figure"], console())
+
+
 def _pick(options: Any, group: type) -> Any:
     """Return those options that belong to a group."""
     return {name: value for name, value in options.items() if name in group.__annotations__}
@@ -360,3 +432,14 @@ def _show_takes(ranking: TakeRanking) -> None:
 
 def _word_errors(take: RankedTake) -> str | None:
     return None if take.scores.word_errors is None else f"{take.scores.word_errors} of {take.scores.words}"
+
+
+def _show_dataset_answers(answers: DatasetAnswers) -> None:
+    """Print warnings, and the metrics of answers that are assessments."""
+    show_warnings(answers.warnings, console())
+    show_notes(answers.notes, console())
+    if answers.assessment is not None:
+        table = Table(*answers.assessment.header, title=answers.assessment.title)
+        for cells in answers.assessment.rows:
+            table.add_row(*cells)
+        console().print(table)
