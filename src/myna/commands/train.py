@@ -9,6 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts import Parameter
 from rich.table import Table
 
 from myna.commands.command import command
@@ -88,19 +89,29 @@ def _start(run: Run, observer: TrainingObserver | None, **options: Any) -> Run:
 def _(
     call: partial[Run],
     *,
-    resume: Annotated[PathLike | None, option("Continue this run; with --set train.steps=... for longer.")] = None,
+    stopped: Annotated[
+        PathLike | None,
+        Parameter(name="--resume", help="Continue this run; with --set train.steps=... for longer."),
+    ] = None,
 ) -> None:
-    options = dict(call.keywords)
-    gpus, settings = options.get("gpus", 1), options.get("settings", ())
-    run_training = call
-    if resume is not None:
-        if options.keys() - {"gpus", "settings"}:
-            raise ConfigError(
-                "give a recipe, or --resume with a run and nothing else that says where or what",
-                hint="myna train RECIPE.yaml, or myna train --resume runs/NAME",
-            )
-        run_training = partial(_resume, resume, **options)
-    _check_settings(options.get("recipe"), resume, settings, options)
+    options, run_training = dict(call.keywords), call
+    gpus, settings = options.get("gpus", 1), list(options.get("settings", ()))
+    named = options.keys() - {"gpus", "settings"}
+    if (stopped is not None and named) or (stopped is None and not named & {"recipe", "model", "data", "steps"}):
+        raise ConfigError(
+            "give a recipe, or --resume with a run and nothing else that says where or what",
+            hint="myna train RECIPE.yaml, or myna train --resume runs/NAME",
+        )
+    # Mistakes in the settings are reported before seconds go into importing torch.
+    if stopped is not None:
+        from myna.train.run import Run
+
+        Run.open(Path(stopped), settings)
+        run_training = partial(resume, stopped, **options)
+    elif "recipe" in options:
+        from myna.core.config import load_recipe
+
+        load_recipe(Path(options["recipe"]), settings)
     from myna.train.distributed import ProcessInfo
 
     leads = ProcessInfo.from_environment().is_main
@@ -108,28 +119,6 @@ def _(
         run = run_training(progress=display.progress, observer=display)
     if leads and gpus == 1 and not options.get("dry_run") and run.is_finished:
         console().print(f"\nTry it:  {_next_command(run)}", soft_wrap=True)
-
-
-_resume = resume
-
-
-def _check_settings(
-    recipe: str | None, resume: PathLike | None, settings: SettingOverrides, options: dict[str, Any]
-) -> None:
-    """Report a mistake in the settings before seconds are spent on importing torch."""
-    if resume is not None:
-        from myna.train.run import Run
-
-        Run.open(Path(resume), list(settings))
-    elif recipe is not None:
-        from myna.core.config import load_recipe
-
-        load_recipe(Path(recipe), list(settings))
-    elif not options.keys() & {"model", "data", "steps"}:
-        raise ConfigError(
-            "give a recipe, or --resume with a run and nothing else that says where or what",
-            hint="myna train RECIPE.yaml, or myna train --resume runs/NAME",
-        )
 
 
 def _next_command(run: Run) -> str:
