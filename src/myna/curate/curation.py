@@ -21,6 +21,7 @@ from myna.core.errors import ConfigError, DataError
 from myna.core.io import claim_folder, lock_folder, save_text
 from myna.core.pools import Pool, open_pool
 from myna.core.progress import ProgressCallback, silent
+from myna.curate import second_pass
 from myna.curate.decision import THRESHOLDS, decide
 from myna.curate.export import add_diacritics, assign_splits, name_clips, write_clips, write_curated_manifest
 from myna.curate.first_pass import (
@@ -34,16 +35,6 @@ from myna.curate.first_pass import (
 )
 from myna.curate.models import NO_ASR, CurationModels
 from myna.curate.recordings import CURATION_RATE, DecodedRecording, RecordingFile, find_recordings
-from myna.curate.second_pass import (
-    Recordings,
-    assemble_table,
-    enrolment_embeddings,
-    find_copies,
-    link_table_speakers,
-    loudness_gains,
-    mark_duplicates,
-    write_segments,
-)
 from myna.curate.settings import CurateSettings
 from myna.curate.texts import apply_scripts, read_script
 from myna.data.corrections import apply_corrections, apply_hand_decisions, load_corrections
@@ -145,7 +136,7 @@ def run_curation(
         table = _decide_table(out, index, settings, open_models, notes)
         progress("deciding", 1, 1)
         write_clips(out, table, progress)
-        write_segments(out, table)
+        second_pass.write_segments(out, table)
         write_curated_manifest(out, table)
         settings.save(out)
     result = summarize(out, table, notes)
@@ -218,9 +209,9 @@ def _model_names(pool: Pool[CurationWorker]) -> list[str]:
     return names
 
 
-def part_list(recordings: Recordings, first_pass: str) -> dict[str, list[Part]]:
+def part_list(recordings: second_pass.Recordings, first_pass: str) -> dict[str, list[Part]]:
     """Return the parts of the first pass by recording, without recordings that are copies of another one."""
-    copies = find_copies(recordings)
+    copies = second_pass.find_copies(recordings)
     parts = {}
     for file, decoded in recordings:
         if file.name not in copies:
@@ -254,20 +245,20 @@ def _decide_table(
     findings = {part.id: findings_path(out, part) for group in parts.values() for part in group}
     if missing := [path for path in findings.values() if not path.is_file()]:
         raise DataError(f"{missing[0]} is gone", hint="give the sources again")
-    table = assemble_table(recordings, parts, findings)
+    table = second_pass.assemble_table(recordings, parts, findings)
     scripts = {one.name: read_script(Path(one.script)) for one in index.recordings if one.script}
     table = apply_scripts(table, scripts)
     enrolled = None
     if settings.speakers.enrolment:
         models = open_models(settings.listen.model_copy(update={"asr": NO_ASR, "check_asr": None}), 0)
-        enrolled = enrolment_embeddings(settings.speakers.enrolment, models)
-    table = link_table_speakers(table, settings.speakers, enrolled)
-    table = mark_duplicates(table)
+        enrolled = second_pass.enrolment_embeddings(settings.speakers.enrolment, models)
+    table = second_pass.link_table_speakers(table, settings.speakers, enrolled)
+    table = second_pass.mark_duplicates(table)
     corrections = load_corrections(out, notes.append)
     table = apply_corrections(table, corrections, notes.append)
     table = apply_hand_decisions(decide(table, settings), corrections)
     table = add_diacritics(table) if settings.text.diacritics else table
-    table = name_clips(loudness_gains(table, settings.loudness))
+    table = name_clips(second_pass.loudness_gains(table, settings.loudness))
     return assign_splits(table, out, settings.split)
 
 

@@ -27,16 +27,8 @@ from myna.audio.signal_measures import noise_floor_db, speech_level_db
 from myna.core.device import memory_limit, pick_device, release_free_memory
 from myna.core.io import atomic_write, fsync
 from myna.core.pools import absolute_folder
-from myna.curate.cutting import (
-    CutClip,
-    RecognisedWord,
-    SpanMs,
-    Stretch,
-    assign_words,
-    chunk_speech,
-    cut_clips,
-    merge_speech,
-)
+from myna.curate import cutting
+from myna.curate.cutting import CutClip, RecognisedWord, SpanMs, Stretch
 from myna.curate.models import CurationModels, SpeakerActivity, analysis_settings
 from myna.curate.recordings import (
     CURATION_RATE,
@@ -108,7 +100,7 @@ def run_first_pass(part: Part, pcm: Pcm, models: CurationModels, settings: Curat
     chunks = _transcribe(pcm, speech, models, settings.listen.language)
     voices = list(models.embed_all((_cut(pcm, *span) for span in speech), CURATION_RATE))
     stretches = _stretches(speech, chunks, voices, speakers)
-    clips = cut_clips(stretches, length, settings.cut)
+    clips = cutting.cut_clips(stretches, length, settings.cut)
     sources = [_source(clip, chunks) for clip in clips]
     languages = (source[0].language or None for source in sources)
     audio = (_cut(pcm, clip.start_ms, clip.end_ms) for clip in clips)
@@ -134,7 +126,7 @@ def _find_speech(
     wave = resample_pcm(pcm, LISTENING_RATE)
     spans = models.find_speech(wave, LISTENING_RATE)
     found = [(round(1000 * start), round(1000 * end)) for start, end in spans]
-    speech = merge_speech(found, length_ms, round(1000 * settings.cut.min_gap))
+    speech = cutting.merge_speech(found, length_ms, round(1000 * settings.cut.min_gap))
     speakers = models.find_speakers(wave, LISTENING_RATE)
     del wave
     release_free_memory()
@@ -157,7 +149,7 @@ class _Chunk:
 
 
 def _transcribe(pcm: Pcm, speech: list[SpanMs], models: CurationModels, language: str) -> list[_Chunk]:
-    ranges = list(chunk_speech(speech))
+    ranges = list(cutting.chunk_speech(speech))
     spans = []
     for first, after in ranges:
         before = speech[first - 1][1] if first else 0
@@ -191,7 +183,7 @@ def _stretches(
             RecognisedWord(word.text, offset + round(1000 * word.start), offset + round(1000 * word.end))
             for word in chunk.transcript.words
         ]
-        words += assign_words(recognised, speech[chunk.first : chunk.after])
+        words += cutting.assign_words(recognised, speech[chunk.first : chunk.after])
     pairs = zip(speech, speech[1:], voices, voices[1:], strict=False)
     new_voice = [False, *(_is_new_voice(one, two, cosine(voice, other)) for one, two, voice, other in pairs)]
     overlapped = [speakers is not None and _is_overlapped(speakers, span) for span in speech]

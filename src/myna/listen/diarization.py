@@ -243,7 +243,7 @@ def find_local_speakers(
     wave = as_mono_16khz(samples, sample_rate)
     probabilities = network.segment(wave, step_seconds)
     active = POWERSET[probabilities.argmax(-1)] > 0.5
-    frames = _frame_count(len(wave) / LISTENING_RATE)
+    frames = max(1, int(np.ceil(len(wave) / LISTENING_RATE / FRAME_SECONDS)))
     solo = active & (active.sum(-1, keepdims=True) == 1)
     window, local, seconds = [], [], []
 
@@ -420,10 +420,6 @@ def _centroids(vectors: FloatArray, labels: IntArray, weights: npt.ArrayLike, co
 def _unit(vectors: FloatArray) -> FloatArray:
     norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
     return np.asarray(vectors / np.where(norms > 0, norms, 1), np.float32)
-
-
-def _frame_count(seconds: float) -> int:
-    return max(1, int(np.ceil(seconds / FRAME_SECONDS)))
 
 
 def _over_windows(values: FloatArray, step_seconds: float, frames: int) -> FloatArray:

@@ -126,7 +126,7 @@ def _english_rules() -> list[tuple[re.Pattern[str], Any]]:
         (r"(?<![\w,])\d+(?:\.\d+){2,}", lambda m: " dot ".join(map(_number, m[0].split(".")))),
         (rf"(?<![\w.-])({'|'.join(FRACTIONS)})(?![\w/])", lambda m: FRACTIONS[m[1]]),
         (rf"(?<![\w-])({NUMBER}) ?[-–] ?(?={NUMBER})", lambda m: f"{_number(m[1])} to "),
-        (rf"(?<![\w.,])(-?)({NUMBER}) ?({units})(?![\w/])", lambda m: _measured(m[1], m[2], UNITS[m[3]])),
+        (rf"(?<![\w.,])(-?)({NUMBER}) ?({units})(?![\w/])", _measured),
         (r"(?<![\w,.-])(1[1-9]\d\d|20\d\d)(?![\w,]\d|\w|\.\d)", lambda m: year_words(int(m[1]))),
         (rf"(?<![\w])-({NUMBER})", lambda m: f"minus {_number(m[1])}"),
         (rf"(?<=[A-Za-z])-?({NUMBER})(?=[A-Za-z])", lambda m: f" {_number(m[1])} "),
@@ -167,8 +167,8 @@ def _counted(count: str, noun: str) -> str:
     return f"{name} {tail}".strip()
 
 
-def _measured(sign: str, digits: str, unit: str) -> str:
-    return f"{'minus ' if sign else ''}{_number(digits)} {_counted(digits, unit)}"
+def _measured(match: re.Match[str]) -> str:
+    return f"{'minus ' if match[1] else ''}{_number(match[2])} {_counted(match[2], UNITS[match[3]])}"
 
 
 def _money(match: re.Match[str]) -> str:
