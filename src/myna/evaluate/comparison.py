@@ -118,7 +118,9 @@ def compare_systems(
         if sources:
             eval_set, scorers = settings.eval_set(sources[0]), settings.open_scorers()
             generated = [source.system(seed=settings.seed, device=settings.device) for source in sources]
-            folders = [subject.folder for subject in evaluated] + _evaluation_folders(sources)
+            # `myna evaluate` leaves its results in the folders of runs.
+            of_runs = [source.ref.run.folder / "evaluation" for source in sources if source.ref.run is not None]
+            folders = [one.folder for one in evaluated] + [one for one in of_runs if (one / EVALUATION_FILE).is_file()]
             rows = pipeline.score_systems(
                 eval_set,
                 [Recordings(REAL, generated[0].sample_rate), *generated],
@@ -241,12 +243,6 @@ def _check_seeds(evaluated: Sequence[EvaluatedSystem], seed: int | None) -> None
             f"items were chosen and spoken by different seeds: {by_seed}",
             hint="evaluate again with the same --seed, or give that --seed here",
         )
-
-
-def _evaluation_folders(sources: Sequence[Subject]) -> list[Path]:
-    """List the evaluations that `myna evaluate` has left in the run folders among the sources."""
-    folders = [source.ref.run.folder / "evaluation" for source in sources if source.ref.run is not None]
-    return [folder for folder in folders if (folder / EVALUATION_FILE).is_file()]
 
 
 def reuse_scores(system: System, eval_set: EvalSet, folders: Sequence[Path], out: Path) -> None:

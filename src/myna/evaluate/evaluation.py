@@ -20,18 +20,8 @@ from myna.core.io import DEFAULT_SPEAKER_ENCODER, claim_folder, lock_folder, sav
 from myna.core.progress import ProgressCallback, silent
 from myna.core.run_folder import RunFolder
 from myna.data.overlap import ComparedClip, TrainedClips
+from myna.evaluate import metrics
 from myna.evaluate.items import EvalItem, EvalSet
-from myna.evaluate.metrics import (
-    GROUPED_METRICS,
-    METRICS,
-    Diagnosis,
-    MetricEstimates,
-    count_looped,
-    diagnose,
-    estimate_differences,
-    estimate_metrics,
-    missing_metrics,
-)
 from myna.evaluate.pages import evaluation_page
 from myna.evaluate.pipeline import ITEMS_FILE, ITEMS_FOLDER, read_item_scores, score_systems, step_folder
 from myna.evaluate.scoring import ItemScores, Scorers
@@ -107,30 +97,30 @@ class Results:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def estimates(self) -> dict[str, MetricEstimates]:
+    def estimates(self) -> dict[str, metrics.MetricEstimates]:
         """Metrics by system."""
-        return {name: self._comparable(estimate_metrics(rows)) for name, rows in self.rows.items()}
+        return {name: self._comparable(metrics.estimate_metrics(rows)) for name, rows in self.rows.items()}
 
     @cached_property
-    def differences(self) -> dict[str, MetricEstimates]:
+    def differences(self) -> dict[str, metrics.MetricEstimates]:
         """Differences from the base by system, on the items that both have spoken."""
         base = self.rows.get(self.base)
         names = [name for name in self.rows if name not in (self.base, *self.unpaired)]
         if base is None:
             return {}
-        return {name: self._comparable(estimate_differences(self.rows[name], base)) for name in names}
+        return {name: self._comparable(metrics.estimate_differences(self.rows[name], base)) for name in names}
 
     @cached_property
     def incomparable(self) -> dict[str, str]:
         """Reason for each metric that different scorers have measured, which says nothing about the systems."""
         found: dict[str, str] = {}
-        for scorer in sorted({metric.scorer for metric in METRICS if metric.scorer}):
+        for scorer in sorted({metric.scorer for metric in metrics.METRICS if metric.scorer}):
             names = sorted({getattr(row, f"{scorer}_model") for rows in self.rows.values() for row in rows} - {""})
             if len(names) > 1:
                 reason = (
                     f"measured by different scorers or against other clips ({'; '.join(names)}); evaluate them alike"
                 )
-                found |= {metric.key: reason for metric in METRICS if metric.scorer == scorer}
+                found |= {metric.key: reason for metric in metrics.METRICS if metric.scorer == scorer}
         return found
 
     @property
@@ -149,15 +139,15 @@ class Results:
             "warnings": self.warnings,
             "settings": dict(self.settings),
             "items": max(map(len, self.rows.values()), default=0),
-            "looped": {name: count_looped(rows) for name, rows in self.rows.items()},
+            "looped": {name: metrics.count_looped(rows) for name, rows in self.rows.items()},
             "systems": estimates_to_json(self.estimates),
             "differences": estimates_to_json(self.differences),
             "missing": self.missing,
             "notes": list(self.notes),
         }
 
-    def _comparable(self, metrics: MetricEstimates) -> MetricEstimates:
-        return {key: estimate for key, estimate in metrics.items() if key not in self.incomparable}
+    def _comparable(self, estimates: metrics.MetricEstimates) -> metrics.MetricEstimates:
+        return {key: estimate for key, estimate in estimates.items() if key not in self.incomparable}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,19 +163,19 @@ class Evaluation(Results):
     run: RunFolder | None = None
 
     @cached_property
-    def groups(self) -> dict[str, dict[str, dict[str, MetricEstimates]]]:
+    def groups(self) -> dict[str, dict[str, dict[str, metrics.MetricEstimates]]]:
         """Metrics by kind of group, group and system."""
         return {kind: _groups(self.rows, group_of) for kind, group_of in GROUPS.items()}
 
     @cached_property
-    def diagnoses(self) -> list[Diagnosis]:
-        return diagnose(self.rows, self.estimates, self.differences, self.metadata)
+    def diagnoses(self) -> list[metrics.Diagnosis]:
+        return metrics.diagnose(self.rows, self.estimates, self.differences, self.metadata)
 
     @property
     def missing(self) -> dict[str, str]:
         """Reason for each metric without a value, and for missing recordings."""
         missing = {}
-        for metric in METRICS:
+        for metric in metrics.METRICS:
             if metric.key in self.unavailable:
                 missing[metric.key] = self.unavailable[metric.key]
             elif not any(estimates[metric.key].n for estimates in self.estimates.values()):
@@ -272,7 +262,7 @@ def evaluate_system(
             rows=rows,
             base=BASE,
             unpaired=(REAL, ROUND_TRIP),
-            unavailable=missing_metrics(scorers.missing),
+            unavailable=metrics.missing_metrics(scorers.missing),
             notes=notes,
             settings={
                 **{"subject": name, "against": list(against), "out": str(out), "strength": strength},
@@ -293,20 +283,20 @@ def save_json(file: Path, content: Mapping[str, Any]) -> None:
     save_text(file, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def estimates_to_json(systems: Mapping[str, MetricEstimates]) -> dict[str, Any]:
+def estimates_to_json(systems: Mapping[str, metrics.MetricEstimates]) -> dict[str, Any]:
     return {name: {key: value.to_json() for key, value in of.items()} for name, of in systems.items()}
 
 
 def _groups(
     rows: Mapping[str, Sequence[ItemScores]], group_of: Callable[[ItemScores], str]
-) -> dict[str, dict[str, MetricEstimates]]:
+) -> dict[str, dict[str, metrics.MetricEstimates]]:
     """Estimate metrics by group; empty for a single group, which would only repeat the figures of all items."""
     groups = sorted({group_of(row) for of in rows.values() for row in of})
     if len(groups) < 2:
         return {}
     return {
         group: {
-            system: estimate_metrics([row for row in of if group_of(row) == group], GROUPED_METRICS)
+            system: metrics.estimate_metrics([row for row in of if group_of(row) == group], metrics.GROUPED_METRICS)
             for system, of in rows.items()
         }
         for group in groups

@@ -225,7 +225,10 @@ def aggregate_preferences(
 ) -> Preferences:
     """Count all answers. `order` says which of two systems comes first, however they were offered."""
     by_id = {trial.id: trial for trial in trials}
-    pair_of = {trial.id: _ordered_pair(trial, order) for trial in trials}
+    pair_of = {}
+    for trial in trials:
+        one, other = sorted(trial.systems, key=order.index)
+        pair_of[trial.id] = (one, other)
     by_pair: dict[tuple[str, str], list[int]] = {pair: [0, 0, 0] for pair in pair_of.values()}
     by_item: dict[tuple[str, tuple[str, str]], list[int]] = {}
     counted, not_counted = [], 0
@@ -241,21 +244,12 @@ def aggregate_preferences(
             by_pair[pair][outcome] += 1
             by_item.setdefault((trial.item, pair), [0, 0, 0])[outcome] += 1
         counted.append((listener.name or listener.id, valid))
-    return Preferences(
-        [_preference_count(pair, counts) for pair, counts in by_pair.items()],
-        [(item, _preference_count(pair, counts)) for (item, pair), counts in sorted(by_item.items())],
-        counted,
-        not_counted,
-    )
-
-
-def _ordered_pair(trial: ListeningTrial, order: Sequence[str]) -> tuple[str, str]:
-    first, second = sorted(trial.systems, key=order.index)
-    return first, second
-
-
-def _preference_count(pair: tuple[str, str], counts: Sequence[int]) -> PreferenceCount:
-    return PreferenceCount(pair, (counts[0], counts[1]), counts[2])
+    pairs = [PreferenceCount(pair, (first, second), ties) for pair, (first, second, ties) in by_pair.items()]
+    items = [
+        (item, PreferenceCount(pair, (first, second), ties))
+        for (item, pair), (first, second, ties) in sorted(by_item.items())
+    ]
+    return Preferences(pairs, items, counted, not_counted)
 
 
 def binomial_interval(wins: int, n: int) -> tuple[float, float]:
