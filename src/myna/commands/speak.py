@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from myna.models.ref import ModelRef
     from myna.speak.answering import AnswerModel, DatasetAnswers
     from myna.speak.engine import Speech
-    from myna.speak.marking import MarkedStream
-    from myna.speak.voice import Voice
+    from myna.speak.voice import MarkedStream, Voice
 
 OUTPUT, TAKES = "Output", "Takes"
 SINGLE_THREAD_PARAMETERS = 50_000_000
@@ -128,8 +127,7 @@ def _(
 
     A text of more than about 30 s is spoken segment by segment, each continuing the one before. `myna speak-lines`
     speaks the lines of a file."""
-    from myna.speak.request import read_speech_text
-    from myna.speak.voice import speech_request
+    from myna.speak.request import read_speech_text, speech_request
 
     if (text is None) == (text_file is None):
         raise SpeakError(
@@ -203,7 +201,7 @@ def _(
 
     Options set what a line does not say itself."""
     from myna.speak.lines import open_lines
-    from myna.speak.voice import unchecked_request
+    from myna.speak.request import unchecked_request
 
     if (keep_takes or asr is not None) and takes == 1:
         name = "--keep-takes" if keep_takes else "--asr"

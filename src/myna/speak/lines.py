@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from myna.data.conversation import Reference
     from myna.speak.batch import SpeechPlan
     from myna.speak.engine import Engine, Speech
-    from myna.speak.marking import SpeechMarker
+    from myna.speak.voice import SpeechMarker
 
 SPOKEN_FILE, MEDIA_FOLDER = "spoken.jsonl", "media"
 """Names in the folder: an object for each line, and clips that the file of lines carried within it."""

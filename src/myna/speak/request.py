@@ -7,13 +7,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from myna.audio.files import Samples, check_not_silent, probe, read_audio
 from myna.audio.reference import CheckedReference, check_reference
 from myna.core.errors import SpeakError
 from myna.data.conversation import Reference
 from myna.data.manifest import SPEAKER_TAG, Span
+from myna.speak.options import SpeechOptions
 from myna.text.normalization import normalise_text
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ MAX_REFERENCE_SECONDS = 60.0
 """Longest recording that is accepted as a reference. A few seconds set a voice; minutes only take memory."""
 SPEED_RANGE = (0.25, 4.0)
 
-PathLike = str | os.PathLike[str]
 FinishReason = Literal["stop", "length", "cancelled"]
 """Reason of an end: the model found it, the frame cap was reached, or the caller cancelled."""
 
@@ -132,18 +132,35 @@ class SpeechRequest:
             raise SpeakError(f"max_seconds is {self.max_seconds:g}", hint="give a number of seconds above 0")
 
 
-def pair_references(
-    reference: PathLike | Sequence[PathLike] = (), reference_text: str | Sequence[str] = ()
-) -> tuple[ReferenceRecording, ...]:
-    """Return one recording or several with their transcripts; refuse unequal numbers."""
-    recordings = [reference] if isinstance(reference, str | os.PathLike) else list(reference)
-    transcripts = [reference_text] if isinstance(reference_text, str) else list(reference_text)
+def speech_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
+    """Make a checked request, with the recording of a stored voice if one is named."""
+    request = unchecked_request(text, **options)
+    request.check()
+    return request
+
+
+def unchecked_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
+    """Make a request whose text is not checked: lines of a file have texts of their own."""
+    settings: dict[str, Any] = dict(options)
+    name, given, said = (settings.pop(key, None) for key in ("voice", "reference", "reference_text"))
+    recordings = [given] if isinstance(given, str | os.PathLike) else list(given or ())
+    transcripts = [said] if isinstance(said, str) else list(said or ())
     if len(recordings) != len(transcripts):
         raise SpeakError(
             f"{len(recordings)} references but {len(transcripts)} reference texts",
             hint="give the transcript of each reference: --reference REF.wav --reference-text '...'",
         )
-    return tuple(ReferenceRecording(Path(one), text) for one, text in zip(recordings, transcripts, strict=True))
+    references = tuple(ReferenceRecording(Path(one), text) for one, text in zip(recordings, transcripts, strict=True))
+    if name is not None:
+        from myna.provenance.voice_store import VoiceStore
+
+        if references:
+            raise SpeakError("a stored voice has a reference of its own", hint="give `voice` or `reference`, not both")
+        store = VoiceStore()
+        stored = store.get_voice(name)
+        recording, transcript = store.reference(stored)
+        references = (ReferenceRecording(recording, transcript, voice=stored.name, consent=stored.consent.id),)
+    return SpeechRequest(text, references, **settings)
 
 
 def check_speech_text(text: str, reference_texts: Sequence[str]) -> None:

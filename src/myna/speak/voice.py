@@ -1,58 +1,124 @@
-"""A model that speaks, with stored voices, marks and several takes. Heavy packages are imported when needed."""
+"""A model that speaks, with stored voices and several takes; and the marks on all speech that leaves it."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from myna.audio.files import AudioFileFormat, Samples, pcm16
+from myna.core.config import Quantization
 from myna.core.errors import SpeakError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER
 from myna.core.progress import ProgressCallback, silent
+from myna.models.ref import ModelRef, display_name
+from myna.provenance import check_installed
+from myna.provenance.speech_log import SpeechOrigin, check_log, log_speech, model_origin, new_id
+from myna.provenance.watermark import MARK_NAME, StreamWatermark, watermark
+from myna.speak.batch import SpeechPlan
+from myna.speak.engine import Engine, Speech, SpeechStream
+from myna.speak.lines import LineTakes, SpokenLines, open_lines, speak_lines
+from myna.speak.loading import load_engine
+from myna.speak.options import SpeechOptions
+from myna.speak.request import FinishReason, SpeechRequest, speech_request, unchecked_request
 
 if TYPE_CHECKING:
-    from myna.audio.files import AudioFileFormat
-    from myna.core.config import Quantization
     from myna.evaluate.takes import TakeRanker, TakeRanking
-    from myna.models.ref import ModelRef
-    from myna.provenance.speech_log import SpeechOrigin
-    from myna.speak.batch import SpeechPlan
-    from myna.speak.engine import Engine, Speech
-    from myna.speak.lines import SpokenLines
-    from myna.speak.marking import MarkedStream, SpeechMarker
-    from myna.speak.options import SpeechOptions
-    from myna.speak.request import SpeechRequest
     from myna.train.run import Run
 
+
+@dataclass(frozen=True, slots=True)
+class SpeechMarker:
+    """Marker for speech of one model. `origin` has a `watermark` unless that was switched off."""
+
+    origin: SpeechOrigin
+    device: str = "cpu"
+
+    @classmethod
+    def open(cls, origin: SpeechOrigin, *, with_watermark: bool, device: str) -> SpeechMarker:
+        """Make a marker. Missing packages are an error here, before anything is spoken."""
+        if with_watermark:
+            check_installed()
+        check_log()
+        return cls(replace(origin, watermark=MARK_NAME if with_watermark else ""), device)
+
+    def mark(self, speech: Speech, request: SpeechRequest) -> Speech:
+        """Return speech with the watermark, and with its origin, which signs and logs the files it is saved to."""
+        samples = speech.samples
+        if self.origin.watermark:
+            samples = watermark(samples, speech.sample_rate, device=self.device)
+        return replace(speech, samples=samples, origin=self._origin(request))
+
+    def mark_stream(self, stream: SpeechStream, request: SpeechRequest) -> MarkedStream:
+        """Return a stream with the watermark, which is logged when it ends."""
+        return MarkedStream(stream, self._origin(request), self.device)
+
+    def _origin(self, request: SpeechRequest) -> SpeechOrigin:
+        voice, consent = request.voice, request.consent
+        return replace(self.origin, text=request.text, seed=request.seed, voice=voice, consent=consent, id=new_id())
+
+
+def log_spoken(speech: Speech) -> Speech:
+    """Log speech that is handed to a program."""
+    if speech.origin is not None:
+        log_speech("spoken", speech.origin, pcm16(speech.samples), seconds=round(speech.seconds, 3))
+    return speech
+
+
+class MarkedStream(Iterator[Samples]):
+    """Samples of one request as they are generated, with the watermark. Together they are those of `Voice.speak`, bit
+    for bit. `close` ends the request; the samples until then are logged."""
+
+    def __init__(self, stream: SpeechStream, origin: SpeechOrigin, device: str) -> None:
+        self.origin, self._stream = origin, stream
+        self._samples = self._generate(stream, origin, device)
+
+    @property
+    def sample_rate(self) -> int:
+        return self._stream.sample_rate
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Reason of the end, as in `Speech`, once all is generated."""
+        return self._stream.finish_reason
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings, as in `Speech`, for what is generated so far."""
+        return self._stream.warnings
+
+    def __next__(self) -> Samples:
+        return next(self._samples)
+
+    def close(self) -> None:
+        self._samples.close()
+        self._stream.close()
+
+    @staticmethod
+    def _generate(stream: SpeechStream, origin: SpeechOrigin, device: str) -> Generator[Samples, None, None]:
+        marker = StreamWatermark(stream.sample_rate, device=device) if origin.watermark else None
+        digest, count = hashlib.sha256(), 0
+        try:
+            for samples in stream:
+                ready = samples if marker is None else marker.push(samples)
+                if len(ready):
+                    digest.update(pcm16(ready))
+                    count += len(ready)
+                    yield ready
+            if marker is not None and len(rest := marker.finish()):
+                digest.update(pcm16(rest))
+                count += len(rest)
+                yield rest
+        finally:
+            if count:
+                seconds = round(count / stream.sample_rate, 3)
+                log_speech("streamed", origin, digest, seconds=seconds, finish_reason=stream.finish_reason)
+
+
 PathLike = str | os.PathLike[str]
-
-
-def speech_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
-    """Make a checked request, with the recording of a stored voice if one is named."""
-    request = unchecked_request(text, **options)
-    request.check()
-    return request
-
-
-def unchecked_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
-    """Make a request whose text is not checked: lines of a file have texts of their own."""
-    from myna.speak.request import ReferenceRecording, SpeechRequest, pair_references
-
-    fields: dict[str, Any] = dict(options)
-    name = fields.pop("voice", None)
-    references = pair_references(fields.pop("reference", ()), fields.pop("reference_text", ()))
-    if name is not None:
-        from myna.provenance.voice_store import VoiceStore
-
-        if references:
-            raise SpeakError("a stored voice has a reference of its own", hint="give `voice` or `reference`, not both")
-        store = VoiceStore()
-        stored = store.get_voice(name)
-        recording, transcript = store.reference(stored)
-        references = (ReferenceRecording(recording, transcript, voice=stored.name, consent=stored.consent.id),)
-    return SpeechRequest(text, references, **fields)
 
 
 class Voice:
@@ -79,8 +145,6 @@ class Voice:
         exact: bool = False,
     ) -> Voice:
         """Load the voice of a run, an adapter or a model."""
-        from myna.provenance.speech_log import model_origin
-        from myna.speak.loading import load_engine
 
         engine = load_engine(ref, codec=codec, device=device, strength=strength, quantization=quantization, exact=exact)
         return cls(engine, model_origin(ref))
@@ -92,16 +156,12 @@ class Voice:
     @property
     def origin(self) -> SpeechOrigin:
         """Model and adapter, as named in files, the log and cards."""
-        from myna.models.ref import display_name
-        from myna.provenance.speech_log import SpeechOrigin
 
         return self._known_origin or SpeechOrigin(display_name(self.engine.family.source))
 
     def load_adapter(self, source: Run | PathLike, *, name: str | None = None, strength: float = 1.0) -> Voice:
         """Load a run or an adapter beside the weights of this voice, which must be its base model. Both voices share
         the model, and so do further ones; `strength` scales the LoRA. `unload_adapter` frees its place."""
-        from myna.models.ref import ModelRef
-        from myna.provenance.speech_log import model_origin
 
         name = name or Path(source).name
         self.engine.load_adapter(name, source)
@@ -180,7 +240,6 @@ class Voice:
         is as given here. `spoken.jsonl` has a row for each; lines that are in it, from the same text, voice, settings
         and weights, are not spoken again. Of several `takes` the best is kept, chosen as by `speak_best`; with
         `keep_takes` the others are written beside it."""
-        from myna.speak.lines import LineTakes, open_lines, speak_lines
 
         defaults, suffix = self._own(unchecked_request("", **options)), f".{format}"
         defaults.check_settings()
@@ -229,14 +288,12 @@ class Voice:
         return [speech for _, speech in sorted(spoken.items())]
 
     def _marker(self, request: SpeechRequest) -> SpeechMarker:
-        from myna.speak.marking import SpeechMarker
 
         device = str(next(self.engine.model.parameters()).device)
         return SpeechMarker.open(self.origin, with_watermark=request.watermark, device=device)
 
     def _give_out(self, speeches: Sequence[Speech], plans: Sequence[SpeechPlan], marker: SpeechMarker) -> list[Speech]:
         """Mark and log speech that is handed to a program."""
-        from myna.speak.marking import log_spoken
 
         pairs = zip(speeches, plans, strict=True)
         marked = [marker.mark(speech, plan.request) for speech, plan in pairs]
