@@ -23,7 +23,7 @@ def peak_hertz(samples: Samples, rate: int) -> float:
 
 
 def write_container(path: Path, samples: Samples, codec: str, **options: str) -> Path:
-    """Samples at `RATE`, mono or as (channels, frames), in the container that the suffix names."""
+    """Write samples at `RATE`, mono or as (channels, frames), in the container that the suffix names."""
     channels = np.atleast_2d(samples)
     layout = "mono" if len(channels) == 1 else "stereo"
     with av.open(str(path), "w", format="adts" if path.suffix == ".aac" else None, options=options) as container:

@@ -79,7 +79,7 @@ def test_digital_silence_is_no_measure_of_noise() -> None:
     assert noise_floor_db(padded, RATE) == pytest.approx(-40, abs=1.5)
 
 
-def test_a_constant_is_not_heard() -> None:
+def test_a_constant_is_silent() -> None:
     shifted = bursts(-50.0) + np.float32(0.2)
     assert speech_level_db(shifted, RATE) == pytest.approx(-20, abs=1.0)
 

@@ -1,4 +1,4 @@
-"""A curated folder for tests: real speech in parts, planted measures, and the decision of the real settings."""
+"""Curated folder for tests: real speech in parts, planted measures, and the decision of the real settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PER_RECORDING = 14
 
 
 def voice(name: str, number: int) -> list[float]:
-    """An embedding near that of a speaker; clara is nearly anna, and ben is two people."""
+    """Return an embedding near that of a speaker; clara is nearly anna, and ben is two people."""
     direction = {"anna": 0, "ben": 1 + number % 2, "clara": 0}[name]
     random = np.random.default_rng(number + 100 * len(name))
     vector = 0.25 * random.normal(size=16) / 4
@@ -33,7 +33,7 @@ def voice(name: str, number: int) -> list[float]:
 
 
 def planted(number: int, speaker: str, text: str) -> dict[str, Any]:
-    """Measures of a clip: most are good, and some of every kind are not."""
+    """Return measures of a clip: most are good, and some of every kind are bad."""
     random = np.random.default_rng(number)
     wrong = text.replace("the", "a").replace("I ", "eye ") if number % 3 == 0 else text
     return {
@@ -69,7 +69,7 @@ def planted(number: int, speaker: str, text: str) -> dict[str, Any]:
 
 
 def write_curated_folder(folder: Path) -> pa.Table:
-    """Three recordings of what Myna's demo voice says, two minutes in all, and a file that cannot be read."""
+    """Write a folder with three recordings of the demo voice, two minutes in all, and a file that cannot be read."""
     (folder / "parts").mkdir(parents=True)
     clips = read_manifest(RECORDINGS / "manifest.jsonl")[: 3 * PER_RECORDING]
     rows: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
-"""A raw recording for tests, its truth, and models that need no weights: a recogniser that knows what is said where.
+"""Raw recordings for tests with their sentences, and models that need no weights.
 
-The recogniser answers with the words whose times lie in the samples it is given, found by the samples themselves, and
-with times that are as wrong as Whisper's.
+The recogniser finds the samples it is given in the recordings, and answers with the words at these times. Its times are
+as wrong as Whisper's.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from myna.listen.models import AnalysisModels
 
 RECORDINGS = Path(__file__).parents[2] / "src" / "myna" / "demo" / "recordings"
 WORD_START_ERROR, WORD_END_ERROR = -0.053, -0.153
-"""Seconds: the medians of whisper-base."""
+"""Errors of word times in seconds: the medians of whisper-base."""
 SECOND_VOICE = 0.75
-"""Speed, and pitch with it, at which the same recordings are another voice: their ECAPA cosine is 0.12."""
+"""Speed, which also changes the pitch, at which a recording sounds like another speaker: their ECAPA cosine is 0.12."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SpokenSentence:
 
     @property
     def words(self) -> list[TimedWord]:
-        """Its words, their times shared out by letters."""
+        """Words of the sentence; their times follow from the numbers of letters."""
         words = self.text.split()
         ends = np.cumsum([len(word) + 1 for word in words]) / sum(len(word) + 1 for word in words)
         times = self.start + (self.end - self.start) * np.concatenate([[0.0], ends])
@@ -52,7 +52,7 @@ Truth = dict[Path, list[SpokenSentence]]
 
 
 def make_recording(count: int, *, seed: int = 0, first: int = 0) -> tuple[Samples, list[SpokenSentence]]:
-    """Sentences of two voices, one after the other, with silences between them; 24 kHz."""
+    """Make sentences of two voices in turn, with silences between them, at 24 kHz."""
     random = np.random.default_rng(seed)
     pieces: list[Samples] = []
     sentences: list[SpokenSentence] = []
@@ -82,7 +82,7 @@ def write_recording(path: Path, count: int, *, seed: int = 0, first: int = 0) ->
 
 
 class ScriptedRecogniser:
-    """Knows recordings and what is said in them."""
+    """Recogniser that knows recordings and their sentences."""
 
     def __init__(self, recordings: tuple[tuple[Path, tuple[SpokenSentence, ...]], ...]) -> None:
         self._known = [(read_audio(path, sample_rate=CURATION_RATE), sentences) for path, sentences in recordings]
@@ -123,7 +123,7 @@ class ScriptedRecogniser:
 
 
 def find_samples(recording: Samples, samples: Samples) -> float | None:
-    """Where in a recording samples were cut out, in seconds; FLAC has rounded them to 16 bits."""
+    """Return the second of a recording at which samples were cut out; FLAC has rounded them to 16 bits."""
     loudest = int(np.abs(samples).argmax())
     size = min(400, len(samples) - loudest)
     pattern = samples[loudest : loudest + size]
@@ -146,7 +146,7 @@ def find_speech(samples: Samples, sample_rate: int) -> list[tuple[float, float]]
 
 
 def scripted_models(recordings: dict[Path, list[SpokenSentence]]) -> OpenModels:
-    """Opens models for these recordings, in any process."""
+    """Return a function that opens models for these recordings in any process."""
     return functools.partial(_open, tuple((path, tuple(sentences)) for path, sentences in recordings.items()))
 
 
@@ -155,6 +155,6 @@ def settings(folder: Path) -> CurateSettings:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Everything that was found out and decided."""
+    """Return the contents of all result files."""
     files = [folder / "segments.parquet", folder / "manifest.jsonl", *folder.glob("parts/*"), *folder.glob("clips/*/*")]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes gives the bytes of one process, also when a node is lost on the way."""
+"""A Ray cluster of two nodes gives the bytes of one process, even if a node is lost."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_killed_driver_goes_on_where_it_was(
 def test_a_lost_node_costs_nothing(
     cluster: Nodes, source: tuple[Path, Truth], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """Its actor is restarted on the other node, in the place of one that has nothing to do any more."""
+    """The lost actor is restarted on the other node, in the place of an idle one."""
     out = tmp_path / "out"
     lost = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Curation end to end, with a recogniser that knows the truth: what is kept, what is told, resuming, deciding again."""
+"""Curation end to end with scripted models: what is kept and reported, resuming, and deciding again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from myna.text.wer import character_errors
 from tests.curate.scripted import SpokenSentence, scripted_models, write_recording
 
 SETTINGS = ("keep.min_bandwidth_hz=0", "listen.part_minutes=0.4")
-"""Opus has a narrower band at this bit rate; and several parts even of a minute."""
+"""Settings for short recordings: Opus has a narrow band at this bit rate, and a minute has several parts."""
 
 
 def curate(sources: Sequence[Path], out: Path, models: OpenModels, *settings: str, **options: Any) -> CurationResult:
@@ -35,7 +35,7 @@ def curate(sources: Sequence[Path], out: Path, models: OpenModels, *settings: st
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Path, list[SpokenSentence]]]:
-    """A folder with a recording of two voices, a copy of it, a file that is no sound, and a short one."""
+    """Folder with a recording of two voices, a copy of it, a file that is no audio, and a short one."""
     folder = tmp_path_factory.mktemp("raw")
     truth = {folder / "b talk.wav": write_recording(folder / "b talk.wav", 12)}
     truth[folder / "d memo.flac"] = write_recording(folder / "d memo.flac", 3, seed=1, first=20)
@@ -113,7 +113,7 @@ def test_again_nothing_is_listened_to(curated: tuple[CurationResult, OpenModels]
         raise AssertionError("a model is opened")
 
     class Named:
-        """Models that only say their names."""
+        """Models that only have names."""
 
         names = scripted_models(source[1])(CurateSettings().listen, 0).names
 
@@ -182,7 +182,7 @@ def test_a_script_beside_a_recording_is_preferred(tmp_path: Path) -> None:
 
 
 def test_a_repeated_passage_is_kept_once(tmp_path: Path) -> None:
-    """Although it is another file, louder, and begins elsewhere."""
+    """The copy is another file, louder, and begins elsewhere."""
     sentences = write_recording(tmp_path / "raw" / "a.wav", 4)
     samples = read_audio(tmp_path / "raw" / "a.wav")
     shifted = np.concatenate([np.zeros(12_345, np.float32), 0.5 * samples])

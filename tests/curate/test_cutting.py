@@ -1,4 +1,4 @@
-"""Cuts: every stretch in one clip, edges in silence, lengths as asked."""
+"""Cuts: every stretch is in one clip, edges lie in silence, and lengths follow the settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIN_GAP = 150
 
 @st.composite
 def speech(draw: st.DrawFn) -> tuple[list[SpanMs], int]:
-    """Spans of speech in order, and the length of the part."""
+    """Draw spans of speech in order, and the length of the part."""
     lengths = draw(st.lists(st.tuples(st.integers(0, 2500), st.integers(20, 30_000)), max_size=30))
     spans, at = [], 0
     for gap, length in lengths:
@@ -87,7 +87,7 @@ def test_sentences_are_joined_and_not_cut_in_two() -> None:
 
 
 def test_words_go_to_the_stretch_that_holds_their_middle() -> None:
-    """Also where the recogniser lets a word end in the silence after it, or begin in the one before."""
+    """This holds even if the recogniser ends a word in the silence after it, or begins it in the silence before it."""
     words = [
         RecognisedWord(text, start, end) for text, start, end in ((" a", 0, 900), (" b", 850, 1000), (" c", 990, 1300))
     ]

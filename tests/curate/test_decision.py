@@ -1,4 +1,4 @@
-"""Decisions: one reason a row, by thresholds alone; a missing measure drops nothing."""
+"""Decisions: one reason per row, by thresholds alone; a missing measure drops nothing."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_clean_background_needs_less_predicted_quality() -> None:
 
 
 def test_lengths_and_the_ends_of_a_recording() -> None:
-    """A recording that begins or ends in speech has no silence there, which is no cut of ours."""
+    """A recording that begins or ends in speech has no silence there, and that is no bad cut."""
     rows = [clip("a", 0, 500), clip("b", 500, 25_000), clip("c", 25_000, 30_000, end_gap_ms=0.0)]
     assert [reason for _, reason in decided(rows)] == ["too short", "no silent cut", ""]
     assert decided([clip("a", 0, 5000, start_gap_ms=0.0, end_gap_ms=10.0)]) == [("kept", "")]

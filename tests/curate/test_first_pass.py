@@ -1,4 +1,4 @@
-"""The first pass over one part: measures that need more than a clip's own samples."""
+"""First pass over one part: measures that need more than a clip's own samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from myna.listen.models import AnalysisModels
 from tests.curate.scripted import ScriptedRecogniser, make_recording
 
 
-def test_a_hum_that_begins_in_a_clip_is_heard_in_the_silence_behind_it(tmp_path: Path) -> None:
+def test_a_hum_that_begins_in_a_clip_is_found_in_the_silence_after_it(tmp_path: Path) -> None:
     samples, sentences = make_recording(6)
     middle = (sentences[-1].start + sentences[-1].end) / 2
     hum = 0.02 * np.sin(2 * np.pi * 200 * np.arange(len(samples)) / CURATION_RATE).astype(np.float32)

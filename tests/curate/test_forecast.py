@@ -1,4 +1,4 @@
-"""Forecasts from a sample: drawn over all recordings, nothing written beside them."""
+"""Forecasts from a sample of all recordings, without files left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines: the same bytes from one process or several, and after processes were killed."""
+"""Pools of workers: equal bytes from one process or several, and after processes were killed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def expected(source: tuple[Path, Truth], tmp_path_factory: pytest.TempPathFactor
 def _open_and_die(
     deaths: Path, times: int, open_models: OpenModels, listen: ListenSettings, threads: int
 ) -> CurationModels:
-    """Kills its process, as a lack of memory does, until it has done so often enough."""
+    """Open the models, but kill the process first until that happened `times` times, as a lack of memory does."""
     if len(list(deaths.iterdir())) < times:
         (deaths / str(os.getpid())).touch()
         os.kill(os.getpid(), signal.SIGKILL)

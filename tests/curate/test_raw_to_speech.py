@@ -1,4 +1,4 @@
-"""From one raw recording of two voices to speech, without a transcript written by hand."""
+"""One raw recording of two voices to speech, without a transcript written by hand."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_with_a_recogniser_that_knows_the_words(tmp_path: Path) -> None:
 @pytest.mark.extras
 @pytest.mark.skipif(not HAS_CURATION and not REQUIRED, reason="`make test-extras` fetches the models that it needs")
 def test_with_whisper_by_the_command_line(tmp_path: Path) -> None:
-    """Two voices are told apart, the text is right, no sentence is cut, and a model learns from it."""
+    """Two voices are separated, the text is right, no sentence is cut, and a model learns from it."""
     path = tmp_path / "raw" / "talk.wav"
     sentences = write_recording(path, 12)
     command = [sys.executable, "-m", "myna", "curate", str(path), "--out", str(tmp_path / "out"), "--asr", str(WHISPER)]
-    # A voice that was slowed down is none that the measures of noise, music and quality were made for.
+    # The measures of noise, music and quality do not fit a slowed-down voice.
     measures = ["keep.min_snr_db=5", "keep.max_music_share=0.5", "keep.min_dnsmos_ovrl=2.5", "keep.min_bandwidth_hz=0"]
     options = [f"listen.models={CURATION}", *measures]
     done = subprocess.run(

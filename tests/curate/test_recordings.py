@@ -1,4 +1,4 @@
-"""Recordings: found, decoded from any container in bounded memory, cut at pauses, damaged ones told."""
+"""Recordings: found, decoded from any container in bounded memory, and cut at pauses; damage is reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def decode(path: Path, folder: Path, **settings: float) -> DecodedRecording:
 
 
 def bursts(seconds: float, rate: int = RATE) -> Samples:
-    """Noise in bursts of a second, with pauses of 0.6 s."""
+    """Make noise in bursts of a second, with pauses of 0.6 s."""
     time = np.arange(round(seconds * rate)) / rate
     noise = np.random.default_rng(0).normal(size=len(time))
     return (0.1 * noise * (time % 1.6 < 1.0)).astype(np.float32)
@@ -77,7 +77,7 @@ def test_damaged_files_give_what_can_be_read_and_the_rest_is_counted(tmp_path: P
     assert decoded.duration_ms == pytest.approx(10_000, abs=5)
     write_container(tmp_path / "whole.m4a", bursts(10.0), "aac")
     content = (tmp_path / "whole.m4a").read_bytes()
-    (tmp_path / "cut.m4a").write_bytes(content[: len(content) // 2])  # its index was at the end
+    (tmp_path / "cut.m4a").write_bytes(content[: len(content) // 2])  # the index was at the end
     (tmp_path / "text.mp3").write_text("no sound at all")
     with av.open(str(tmp_path / "film.mp4"), "w") as container:
         stream = container.add_stream("mpeg4", rate=10, width=16, height=16, pix_fmt="yuv420p")

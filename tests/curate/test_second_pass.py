@@ -13,8 +13,8 @@ pytest.importorskip("scipy")
 VOICES = np.eye(64, dtype=np.float32)
 
 
-def test_many_speakers_with_little_each_stay_somebody() -> None:
-    """A hundredth of all speech is a reader of one book in a hundred, and all of that book."""
+def test_many_speakers_with_little_each_stay_speakers() -> None:
+    """In a corpus of a hundred books, each reader has a hundredth of all speech, and all of one book."""
     rows = [
         segment(f"{book}-{number}", f"book{book}.wav", 5000 * number, 5000 * (number + 1), "clip", local_speaker="0")
         | {"embedding": VOICES[book].tolist()}
@@ -25,7 +25,7 @@ def test_many_speakers_with_little_each_stay_somebody() -> None:
     assert len(set(speakers)) == 60 and "" not in speakers
 
 
-def test_a_moment_of_another_voice_is_nobody() -> None:
+def test_a_moment_of_another_voice_is_no_speaker() -> None:
     rows = [
         segment("a", "talk.wav", 0, 60_000, local_speaker="0", embedding=VOICES[0].tolist()),
         segment("b", "talk.wav", 60_000, 61_000, local_speaker="1", embedding=VOICES[1].tolist()),
@@ -37,7 +37,7 @@ def test_a_moment_of_another_voice_is_nobody() -> None:
     assert everybody["speaker"].to_pylist() == ["speaker-1", "speaker-2", "speaker-1"]
 
 
-def test_a_guest_of_a_long_recording_is_somebody() -> None:
+def test_a_guest_of_a_long_recording_is_a_speaker() -> None:
     rows = [
         segment("a", "day.wav", 0, 10_000_000, local_speaker="0", embedding=VOICES[0].tolist()),
         segment("b", "day.wav", 10_000_000, 10_020_000, local_speaker="1", embedding=VOICES[1].tolist()),

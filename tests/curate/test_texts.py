@@ -1,4 +1,4 @@
-"""Scripts: read from text and subtitles, aligned to what was recognised, preferred to it."""
+"""Scripts: read from text and subtitles, aligned to recognised words, and preferred to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The X-ray: sums that are exact, thresholds that cost what they say, and a page that shows hostile text as text."""
+"""X-ray: exact sums, exact costs of thresholds, and a page that shows hostile text as text."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_damaged_table_is_told() -> None:
 
 
 def test_every_edge_of_a_histogram_tells_what_the_decision_would_keep(curated: tuple[Path, Xray]) -> None:
-    """What the page computes when a slider is moved, against the real decision with that setting."""
+    """Compare what the page computes when a slider is moved with the real decision at that setting."""
     folder, xray = curated
     source = open_xray_source(folder)
     lengths = source.table["end_ms"].to_numpy() - source.table["start_ms"].to_numpy()
@@ -72,7 +72,7 @@ def test_every_edge_of_a_histogram_tells_what_the_decision_would_keep(curated: t
                 try:
                     changed = load_curate_settings(folder, [f"{measure['setting']}={value}"])
                 except myna.MynaError:
-                    continue  # the edge is outside of what the setting admits
+                    continue  # the edge is outside the range of the setting
                 status = decide(source.table, changed)["status"].to_numpy(zero_copy_only=False)
                 assert kept == lengths[status == "kept"].sum(), (measure["setting"], value)
                 tried += 1
@@ -80,7 +80,7 @@ def test_every_edge_of_a_histogram_tells_what_the_decision_would_keep(curated: t
 
 
 def kept_at(measure: dict[str, Any], at: int) -> tuple[int, Any]:
-    """As xray.js has it."""
+    """Compute the kept hours as xray.js does."""
     low = 0 if measure["side"] == "max" else at + 1
     high = len(measure["pass_ms"]) if measure["side"] == "min" else at + 1
     value: Any = measure["edges"][at]
@@ -184,7 +184,7 @@ def test_what_came_after_the_table_is_told(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_was_not_curated_shows_what_it_knows(tmp_path: Path) -> None:
-    """Levels and pace are measured, and what is not known is said."""
+    """Levels and pace are measured, and missing measures are named."""
     myna.import_dataset(RECORDINGS, tmp_path / "imported")
     xray = myna.xray(tmp_path / "imported")
     clips = read_manifest(tmp_path / "imported" / "manifest.jsonl")
@@ -201,7 +201,7 @@ def test_a_folder_that_was_not_curated_shows_what_it_knows(tmp_path: Path) -> No
 
 
 def test_corrections_reach_what_is_prepared(tmp_path: Path) -> None:
-    """By the commands that the page shows, on a folder that was not curated."""
+    """Use the commands that the page shows, on a folder that was not curated."""
     folder = tmp_path / "imported"
     myna.import_dataset(RECORDINGS, folder)
     clips = read_manifest(folder / "manifest.jsonl")
@@ -249,7 +249,7 @@ def test_texts_are_counted_by_characters_and_graphemes() -> None:
 
 
 class LatinTokenizer:
-    """Knows small Latin letters alone."""
+    """Tokenizer that knows small Latin letters only."""
 
     def encode(self, text: str, **_: object) -> list[int]:
         return [ord(letter) for letter in text.lower() if letter.isascii()]

@@ -1,4 +1,4 @@
-"""Sounds and codecs for tests of the analysis."""
+"""Sounds and codecs for tests of listen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLE_RATE = 24_000
 
 
 def babble(seconds: float, seed: int, sample_rate: int = SAMPLE_RATE) -> Samples:
-    """Harmonics that glide and stop like speech: every seed is another passage."""
+    """Make harmonics that glide and stop like speech; every seed gives another passage."""
     rng = np.random.default_rng(seed)
     count = round(seconds * sample_rate)
     syllables = max(1, int(seconds * 5))
@@ -29,7 +29,7 @@ def babble(seconds: float, seed: int, sample_rate: int = SAMPLE_RATE) -> Samples
 
 
 def through_mp3(samples: Samples, bit_rate: int = 32_000) -> Samples:
-    """Encoded by LAME and decoded again."""
+    """Encode samples with LAME and decode them again."""
     content = io.BytesIO()
     with av.open(content, "w", format="mp3") as container:
         stream = container.add_stream("libmp3lame", rate=SAMPLE_RATE)

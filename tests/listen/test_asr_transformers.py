@@ -1,5 +1,5 @@
-"""Whisper by transformers, on a small random one of the real class: chosen by its files, refused when it does not fit,
-the same text alone and among others."""
+"""Whisper by transformers, with a small random model of the real class: chosen by its files, refused if it does not
+fit, and with equal texts alone and in a batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(folder: Path, tmp_path: Path) -> Path:
-    """To be damaged."""
+    """Copy of the folder that a test may damage."""
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
@@ -72,7 +72,7 @@ def test_company_changes_nothing(folder: Path) -> None:
     assert together == alone and len({heard.text for heard in alone}) > 1
 
 
-def test_more_than_a_window_is_heard_to_its_end_and_loops_are_marked(folder: Path) -> None:
+def test_more_than_a_window_is_transcribed_to_its_end_and_loops_are_marked(folder: Path) -> None:
     asr = ASR.open(str(folder))
     short, long = (asr.transcribe(tone(300, seconds), RATE, "en") for seconds in (1.0, 9.0))
     assert len(long.text) >= 3 * len(short.text)
@@ -100,7 +100,7 @@ def test_beams_of_five_and_the_language_that_was_asked_for(folder: Path, monkeyp
     assert "language" not in calls[-1], "an English Whisper is not calls for a language"
 
 
-def test_beams_change_places_with_what_they_wrote_and_not_with_what_all_heard(folder: Path) -> None:
+def test_reordering_beams_moves_their_own_cache_only(folder: Path) -> None:
     ours, theirs = ASR.open(str(folder)), ASR.open(str(folder))
     del theirs._backend._model._reorder_cache
     for pitch in (150, 700, 2500):

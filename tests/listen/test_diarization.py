@@ -1,4 +1,4 @@
-"""Clustering and labels of speakers, exactly, from windows made by hand."""
+"""Clustering and labels of speakers from windows made by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EAST, NORTH, UP = np.eye(3, dtype=np.float32)
 
 
 def windows_of(*windows: dict[tuple[float, float], int], voices: dict[tuple[int, int], np.ndarray]) -> LocalSpeakers:
-    """Windows of 10 s every 5 s: who is active when, and the embedding of each local speaker."""
+    """Make windows of 10 s every 5 s: the active speakers by time, and the embedding of each local speaker."""
     activity = np.zeros((len(windows), FRAMES, 3), np.bool_)
     for index, spans in enumerate(windows):
         for (start, end), local in spans.items():
@@ -46,13 +46,13 @@ def windows_of(*windows: dict[tuple[float, float], int], voices: dict[tuple[int,
     )
 
 
-def test_the_powerset_is_nobody_then_each_then_each_pair() -> None:
+def test_the_powerset_has_no_speaker_then_each_then_each_pair() -> None:
     assert POWERSET.tolist() == [[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [1, 0, 1], [0, 1, 1]]
     assert powerset(4, 3).shape == (1 + 4 + 6 + 4, 4)
 
 
 def test_local_speakers_of_two_windows_become_two_speakers_with_overlap() -> None:
-    # 0-6 s one speaker, 5-10 s the other; the second window numbers them the other way round.
+    # One speaker has 0-6 s, the other 5-10 s; the second window numbers them the other way round.
     local = windows_of(
         {(0, 6): 0, (5, 10): 1},
         {(0, 1): 2, (0, 10): 0},
@@ -77,12 +77,16 @@ def test_another_number_of_speakers_needs_no_listening() -> None:
     assert len(label_speakers(local, threshold=0.95).speech_seconds) == 2
 
 
-def test_clusters_below_a_share_of_the_speech_are_nobody() -> None:
+def test_clusters_below_a_share_of_the_speech_are_dissolved() -> None:
     embeddings = np.stack([EAST, EAST, NORTH, UP])
     assert cluster_embeddings(embeddings, [60, 39, 1, 0]).tolist() == [0, 0, -1, 0]
     assert cluster_embeddings(embeddings, [60, 39, 3, 0]).tolist()[:3] == [0, 0, 1]
     assert cluster_embeddings(embeddings, [60, 39, 1, 0], speakers=2).tolist()[:3] == [0, 0, 1]
-    assert cluster_embeddings(embeddings, [6000, 3900, 20, 0]).tolist()[:3] == [0, 0, 1]  # enough, whatever the share
+    assert cluster_embeddings(embeddings, [6000, 3900, 20, 0]).tolist()[:3] == [
+        0,
+        0,
+        1,
+    ]  # enough speech, whatever the share
 
 
 def test_an_outlier_is_no_speaker_where_their_number_is_known() -> None:
@@ -98,7 +102,7 @@ def test_enrolled_speakers_keep_their_numbers_and_strangers_follow() -> None:
     assert cluster_embeddings(embeddings, [1, 2, 3], enrolment=np.stack([NORTH, EAST])).tolist() == [1, 0, 2]
 
 
-def test_zeros_and_nothing_at_all_are_nobody() -> None:
+def test_zeros_and_empty_arrays_have_no_speaker() -> None:
     assert cluster_embeddings(np.zeros((2, 3), np.float32), [1, 1]).tolist() == [-1, -1]
     assert cluster_embeddings(np.empty((0, 3), np.float32), []).tolist() == []
     assert link_speakers([]) == []
@@ -138,7 +142,7 @@ def test_listening_finds_local_speakers_of_every_window() -> None:
     assert len(local.overlap) == int(np.ceil(20 / FRAME_SECONDS))
 
 
-def test_where_nobody_speaks_there_are_no_speakers() -> None:
+def test_silence_has_no_speakers() -> None:
     class Silent(SegmentationNetwork):
         def segment(self, samples: Samples, step_seconds: float) -> np.ndarray:  # noqa: ARG002
             return np.eye(7, dtype=np.float32)[np.zeros((2, FRAMES), np.int64)]

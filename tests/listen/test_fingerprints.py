@@ -37,7 +37,7 @@ def test_a_passage_that_comes_twice_in_one_recording_is_found() -> None:
     assert match.second_start - match.first_start == pytest.approx(9, abs=0.1)
 
 
-def test_silence_and_noise_are_nobodys_copies() -> None:
+def test_silence_and_noise_have_no_copies() -> None:
     rng = np.random.default_rng(0)
     silence = np.zeros(3 * SAMPLE_RATE, np.float32)
     noises = [rng.normal(0, 0.1, 3 * SAMPLE_RATE).astype(np.float32) for _ in range(5)]

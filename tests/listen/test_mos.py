@@ -18,7 +18,7 @@ class FakeModel:
         return torch.tensor([float(waves.shape[1])])
 
 
-def test_one_clip_at_the_rate_of_the_ear() -> None:
+def test_one_clip_at_the_listening_rate() -> None:
     predictor = DistillMOS(FakeModel())
     assert predictor.score(np.ones(24_000, np.float32), 24_000) == 16_000
     with pytest.raises(AudioError, match="empty"):
@@ -32,7 +32,7 @@ def test_what_to_type_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch)
     assert caught.value.hint == "pip install --no-deps distillmos==0.9.1 xls_r_sqa==0.1.0"
 
 
-def test_the_real_ear_does_not_like_noise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_distillmos_rates_noise_low(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("xls_r_sqa", reason="pip install --no-deps distillmos==0.9.1 xls_r_sqa==0.1.0")
     predictor = DistillMOS.open()
     noise = 0.1 * np.random.default_rng(0).standard_normal(48_000).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Real weights against what the original code of each package gave for the same sound (reference.json)."""
+"""Real weights compared with the outputs of each package's original code (reference.json)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_music_equals_keras(models: AnalysisModels) -> None:
 
 @pytest.mark.parametrize("snr_db", [99, 10])
 def test_noise_and_quality_equal_the_packages_own(models: AnalysisModels, speech: Samples, snr_db: int) -> None:
-    """DeepFilterNet's own runtime leaves stages out where it hears no noise, hence the decibel."""
+    """DeepFilterNet's own runtime skips stages without noise, which explains the tolerance of a decibel."""
     noise = np.random.default_rng(3).normal(size=len(speech))
     noisy = speech + noise * np.sqrt((speech**2).mean() / 10 ** (snr_db / 10))
     values = measure(noisy.astype(np.float32), 16_000, models)

@@ -1,4 +1,4 @@
-"""The same defects by the scorers that users have, on real speech. Skipped where they are not installed."""
+"""Defects of real speech found by the real scorers. Skipped if these are not installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RATE = 24_000
 
 
 def fast(samples: Samples) -> Samples:
-    """Another's voice: the same words, a third higher and quicker."""
+    """Change the voice: the words stay, a third higher and faster."""
     places = np.arange(0, len(samples) - 1, 1.35)
     return np.asarray(np.interp(places, np.arange(len(samples)), samples), np.float32)
 

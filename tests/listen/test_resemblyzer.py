@@ -1,4 +1,4 @@
-"""Voices as directions, and the encoder itself where it is installed."""
+"""Voices as directions, and Resemblyzer itself if it is installed."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_a_rank_counts_whoever_is_as_near(pairs: list[tuple[float, float]], data
     assert (place == 1) == all(similarities[own] > other for number, other in enumerate(similarities) if number != own)
 
 
-def test_a_clone_without_a_voice_is_nobodys() -> None:
+def test_a_clone_without_a_voice_is_similar_to_no_speaker() -> None:
     assert speaker_rank(voice(0, 0), 1, [voice(1, 0), voice(0, 1), voice(1, 1)]) == 3
 
 
-def test_silence_is_nobody_and_sound_is_resampled() -> None:
+def test_silence_has_no_voice_and_sound_is_resampled() -> None:
     encoder = ResemblyzerEncoder(FakeEncoder(), lambda wave, rate: wave[rate // 2 :])
     assert not encoder.embed(np.zeros(COUNT, np.float32), 24_000).any()
     assert not encoder.embed(np.zeros(0, np.float32), 24_000).any()
@@ -69,7 +69,7 @@ def test_what_to_type_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_real_ear_tells_voices_apart() -> None:
+def test_real_resemblyzer_tells_voices_apart() -> None:
     pytest.importorskip("resemblyzer", reason="pip install --no-deps resemblyzer==0.1.4")
     encoder = ResemblyzerEncoder.open()
     low, again, high = (
@@ -80,7 +80,7 @@ def test_the_real_ear_tells_voices_apart() -> None:
 
 
 def buzz(pitch: float, formant: float) -> Samples:
-    """Two seconds of a throat and a mouth, enough for a voice detector."""
+    """Make two seconds of a simple vocal tract, enough for a voice detector."""
     time = np.arange(48_000) / 24_000
     made = sum(
         np.exp(-(((harmonic * pitch - formant) / 300) ** 2)) * np.sin(2 * np.pi * harmonic * pitch * time)

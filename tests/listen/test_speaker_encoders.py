@@ -1,4 +1,4 @@
-"""Ears for voices by name and by folder: ECAPA under its published names, a small WavLM of the real class."""
+"""Speaker encoders by name and by folder: ECAPA under its published names, and a small WavLM of the real class."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ecapa(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["wavlm", "ecapa", "ecapa:file", "wavlm:folder"])
 def which(request: pytest.FixtureRequest, wavlm: Path, ecapa: Path) -> str:
-    """By a folder alone, which says what it is; or by a name and a place."""
+    """Name of an encoder: a folder alone, whose files tell the kind, or a kind with a place."""
     places = {"wavlm": wavlm, "ecapa": ecapa}
     if request.param in places:
         return str(places[request.param])
@@ -58,7 +58,7 @@ def test_a_voice_is_a_direction_and_the_same_for_the_same_sound(which: str) -> N
     assert encoder.name.split()[0] in ("wavlm", "ecapa")
 
 
-def test_silence_and_clicks_are_nobody(which: str) -> None:
+def test_silence_and_clicks_have_no_voice(which: str) -> None:
     encoder = open_speaker_encoder(which)
     size = len(encoder.embed(noise(0), RATE))
     for nothing in (np.zeros(RATE, np.float32), np.zeros(0, np.float32), noise(0, 0.005)):
@@ -125,7 +125,7 @@ def test_wavlm_is_refused_where_it_does_not_fit(wavlm: Path, tmp_path: Path) -> 
         open_speaker_encoder(str(tmp_path))
 
 
-def test_an_ear_that_is_not_there_is_told_in_its_column(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_encoder_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def unreachable(*_: object, **__: object) -> str:
         raise OSError("no route to the hub")
 

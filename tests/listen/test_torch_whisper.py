@@ -1,5 +1,5 @@
-"""Beam search of Whisper against transformers', over random decoders: windows that end early, late and not at all; and
-on a GPU as graphs against the same without."""
+"""Beam search of Whisper compared with transformers', over random decoders with windows that end early, late and never;
+on a GPU, CUDA graphs compared with plain calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FRAMES, WIDTH, LAST_INITIAL_TIME = 30, 32, 9
 
 
 def random_whisper(seed: int, device: str = "cpu") -> Any:
-    """Text, times and ends in turn, as it happens: what it heard and what it wrote count alike."""
+    """Make a small random Whisper that writes text, times and ends in turn."""
     torch.manual_seed(seed)
     config = WhisperConfig(
         vocab_size=SPECIAL.vocabulary,
@@ -110,7 +110,7 @@ def test_a_search_that_is_used_again_remembers_nothing() -> None:
 
 
 def test_nothing_is_read_from_the_device_between_checks() -> None:
-    """On a device that holds no numbers every such question is an error; in a CUDA graph it would be one, too."""
+    """A device without numbers raises an error for every such read; in a CUDA graph it would be an error too."""
     encoded, prompts = windows(0, 4, "meta")
     found = BeamSearch(WhisperDecoder(random_whisper(0, "meta")), SPECIAL, 4, 5, 200, FRAMES)
     options: dict[str, Any] = {"suppressed": torch.tensor(SUPPRESSED, device="meta"), "last_initial_time": 9}
@@ -134,7 +134,7 @@ def test_graphs_give_what_single_kernels_give(monkeypatch: pytest.MonkeyPatch) -
             eager = run(found, encoded, 90, prompts)
         assert recorded[0] == eager[0] and replayed[0] == eager[0]
         assert recorded[1] == pytest.approx(eager[1], abs=1e-5) and replayed[1] == pytest.approx(eager[1], abs=1e-5)
-        # Rounded otherwise, the CPU may prefer another of two hypotheses that are as good.
+        # Because of rounding, the CPU may prefer another of two equally good hypotheses.
         _, on_cpu, _ = search(random_whisper(seed), encoded.cpu(), 90, 5, prompts.cpu())
         assert eager[1] == pytest.approx(on_cpu, abs=1e-3)
         assert max(map(len, eager[0])) > torch_whisper.REACH_STEP, "more than one graph"

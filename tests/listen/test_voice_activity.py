@@ -1,4 +1,4 @@
-"""Voice activity: the rule from probabilities to spans, and the same spans as faster-whisper's over several batches."""
+"""Voice activity: the rule from probabilities to spans, and spans equal to faster-whisper's over several batches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Batches of clips by faster-whisper's procedure over a small random Whisper of transformers: the same alone and among
-others; and the alignment of tokens with frames."""
+"""Batches of clips by faster-whisper's procedure with a small random Whisper: equal results alone and in a batch, and
+the alignment of tokens with frames."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def sound(seed: int, seconds: float) -> Samples:
-    """Two tones, one after the other."""
+    """Make two tones, one after the other."""
     random = np.random.default_rng(seed)
     times = np.arange(round(seconds * RATE)) / RATE
     first, second = random.uniform(150, 900, 2)
@@ -52,7 +52,7 @@ LANGUAGES = ["en", None, "ar", None]
 
 @pytest.fixture
 def faster_whisper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its list of symbols that are no speech needs more of a tokenizer than letters."""
+    """Replace the list of symbols that are no speech: it needs more of a tokenizer than letters."""
     package = pytest.importorskip("faster_whisper.tokenizer")
     monkeypatch.setattr(package.Tokenizer, "non_speech_tokens", ())
 
@@ -98,7 +98,7 @@ def test_short_windows_are_hardly_longer_than_their_clips(asr: ASR, monkeypatch:
 @pytest.mark.usefixtures("faster_whisper")
 @pytest.mark.parametrize("frames", [1, 2, 3, 4])
 def test_what_is_too_short_for_a_word_has_no_text(asr: ASR, frames: int) -> None:
-    """A decoder may stop so shortly before the end of its clip, and write text about the rest."""
+    """A decoder may stop shortly before the end of its clip, and write text about the rest."""
     transcript = asr.transcribe_words(sound(0, frames / 100), RATE, "en")
     assert np.isnan(transcript.avg_log_prob) == (frames < 4)
 
@@ -173,7 +173,7 @@ def cheapest(cost: npt.NDArray[np.float32], token: int, frame: int) -> float:
 
 
 def test_a_transcript_that_runs_to_its_limit_is_aligned(asr: ASR) -> None:
-    """One time and then letters to the end: an alignment has more tokens than were written."""
+    """The transcript is one time and then letters to the end: an alignment has more tokens than were written."""
     model, tokenizer = asr._backend._model, asr._backend._tokenizer.backend_tokenizer  # type: ignore[union-attr]
     network = TorchWhisperNetwork(model, tokenizer)
     start = [tokenizer.token_to_id(f"<|{name}|>") for name in ("startoftranscript", "en", "transcribe")]

@@ -1,4 +1,4 @@
-"""Beam search with times as tokens by transformers alone, to compare ours with."""
+"""Beam search with times as tokens by transformers alone, for comparison."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def search_by_transformers(
     suppressed: list[int],
     last_initial_time: int,
 ) -> tuple[list[list[int]], list[float]]:
-    """Tokens of each window with their end, if they have one, and their mean log-probability."""
+    """Return the tokens of each window with their end, if they have one, and their mean log probability."""
     size = prompts.shape[1]
     rules = GenerationConfig(eos_token_id=special.end, bos_token_id=special.end)
     rules.no_timestamps_token_id, rules.max_initial_timestamp_index = special.first_time - 1, last_initial_time

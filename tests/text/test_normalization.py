@@ -1,4 +1,4 @@
-"""Texts by the rules of their language: spellings of one sound are one, and nothing else is."""
+"""Normalised texts by language: spellings of one sound are made equal, and nothing else is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARABIC_HUNDREDS = ["مئة", "مئتان", "ثلاثمئة", "أربعمئة", "
 
 
 def arabic(number: int) -> str:
-    """A whole number below ten thousand, as it is said."""
+    """Return a whole number below ten thousand in Arabic words."""
     parts = []
     if thousands := number // 1000:
         many = f"{ARABIC_ONES[thousands]} آلاف"
@@ -125,7 +125,7 @@ def test_another_vietnamese_number_is_an_error(one: int, other: int) -> None:
 @given(st.text(max_size=40), st.sampled_from(["en", "ar", "vi", "zh", "de", ""]))
 def test_normalising_twice_changes_nothing(text: str, language: str) -> None:
     if language == "en":
-        return  # Whisper's rules for numbers read their own output otherwise at times
+        return  # Whisper's rules for numbers sometimes read their own output differently
     once = words(text, language)
     assert words(" ".join(once), language) == once
 

@@ -1,4 +1,4 @@
-"""Long text: every character in its order, sentences where a reader would end them, segments that can be spoken."""
+"""Long text: every character in its order, sentences that end where a reader would end them, speakable segments."""
 
 from __future__ import annotations
 

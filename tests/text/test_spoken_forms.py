@@ -1,4 +1,4 @@
-"""Text as it is read aloud."""
+"""Spoken forms of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is a word, what is an error, what is a loop; and the asr itself where there is one."""
+"""Words, errors and loops; and the ASR itself if it is installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ short_words = st.lists(st.sampled_from("abcd"), max_size=8)
 
 
 def spelled(number: int, joined: str) -> str:
-    """A whole number below ten thousand in words, with `and` or without."""
+    """Return a whole number below ten thousand in words, with `and` or without."""
     if number < 20:
         return ONES[number]
     if number < 100:
@@ -164,7 +164,7 @@ def test_words_that_never_come_twice_are_no_loop(count: int) -> None:
 
 
 class FakeModel:
-    """Answers with its own arguments."""
+    """Model that answers with its own arguments."""
 
     def __init__(self, folder: str, **options: Any) -> None:
         self.folder, self.options = folder, options
@@ -176,7 +176,7 @@ class FakeModel:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """faster-whisper with one model, which lies here."""
+    """Install a fake faster-whisper with one model, in a local folder."""
     made, folder = ModuleType("faster_whisper"), tmp_path / "faster"
     folder.mkdir()
     for file in asr_module.REQUIRED_FILES:
@@ -255,8 +255,8 @@ def test_what_to_type_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch)
     assert caught.value.hint == 'pip install "myna[evaluate]"'
 
 
-def test_a_real_recogniser_hears_words() -> None:
-    """Wants MYNA_WHISPER, a folder, and MYNA_SPEECH, a recording with its text beside it."""
+def test_a_real_recogniser_transcribes_words() -> None:
+    """Needs MYNA_WHISPER, a folder, and MYNA_SPEECH, a recording with its text beside it."""
     pytest.importorskip("faster_whisper", reason='pip install "myna[evaluate]"')
     if not (folder := os.environ.get("MYNA_WHISPER")) or not (speech := os.environ.get("MYNA_SPEECH")):
         pytest.skip("MYNA_WHISPER and MYNA_SPEECH do not name a recogniser's folder and a recording")
