@@ -142,7 +142,7 @@ def _(
     best_file = Path(out) if best and out is not None else None
     take_files = _take_files(Path(out), takes) if out is not None else []
     written = [*([best_file] if best_file else []), *(take_files if keep_takes or not best else [])]
-    codes_files = _take_files(_with_suffix(Path(codes), ".npy"), takes) if codes is not None else []
+    codes_files = _take_files(Path(os.fspath(codes).removesuffix(".npy") + ".npy"), takes) if codes is not None else []
     _check_files(written, codes_files, [Path(file) for file in inputs], force=force)
     text = read_speech_text(Path(text_file)) if text_file is not None else str(text)
     speech_request(text, **speech)
@@ -354,10 +354,6 @@ def _check_outputs(
 
 def _take_files(file: Path, takes: int) -> list[Path]:
     return [file] if takes == 1 else [file.with_stem(f"{file.stem}-{number}") for number in range(1, takes + 1)]
-
-
-def _with_suffix(file: Path, suffix: str) -> Path:
-    return file.with_name(file.name.removesuffix(suffix) + suffix)
 
 
 def _check_files(files: list[Path], codes_files: list[Path], inputs: list[Path], *, force: bool) -> None:

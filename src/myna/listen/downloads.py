@@ -331,14 +331,11 @@ def _check_curation_models(folder: Path) -> None:
 
 
 def _check_hashes(folder: Path, hashes: dict[str, str]) -> None:
-    wrong = [name for name, sha256 in hashes.items() if not _is_whole(folder / name, sha256)]
+    files = {name: folder / name for name in hashes}
+    wrong = [name for name, file in files.items() if not file.is_file() or file_sha256(file) != hashes[name]]
     if wrong:
         names = f"{', '.join(wrong)} in {folder}"
         raise ModelError(f"{names} is missing or damaged", hint=f"rm -r {folder}, and give the same command again")
-
-
-def _is_whole(file: Path, sha256: str) -> bool:
-    return file.is_file() and file_sha256(file) == sha256
 
 
 def _load_pickle(content: bytes) -> Any:
