@@ -38,9 +38,9 @@ def import_dataset(
     """Read recordings and texts in any supported layout into one manifest, without encoding them.
 
     Bad items go to rejected.jsonl with their reason."""
-    from myna.data.prepare import import_folder
+    from myna.data.prepare import ImportSettings, import_folder
 
-    return import_folder(os.fspath(source), Path(out), progress=progress, **options)
+    return import_folder(os.fspath(source), Path(out), ImportSettings(**options), progress=progress)
 
 
 @command("import", import_dataset, example="myna import recordings --out data/marta")
@@ -70,7 +70,7 @@ def prepare(
     byte for byte: docs/guides/many-machines.md
     """
     from myna.core.pools import absolute_folder
-    from myna.data.prepare import prepare_folder
+    from myna.data.prepare import ImportSettings, prepare_folder
     from myna.models import is_model_name, open_family
 
     # Workers may have another working directory.
@@ -80,11 +80,11 @@ def prepare(
         os.fspath(source),
         Path(out),
         open_model,
+        ImportSettings(**options),
         device=device,
         workers=workers,
         ray=ray,
         progress=progress,
-        **options,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,31 +35,31 @@ class EncodingModel(LengthEstimator, Protocol):
     def load_encoder(self, *, device: Any = "cpu") -> Encoder: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ImportSettings:
+    """Settings of an import."""
+
+    format: str | None = None
+    """Layout of the source; detected by default."""
+    max_bad: float = 0.01
+    """Share of bad items above which the import fails."""
+    language: str = ""
+    speaker: str = ""
+
+
 def import_folder(
-    source: Path | str,
-    out: Path,
-    *,
-    format: str | None = None,
-    max_bad: float = 0.01,
-    language: str = "",
-    speaker: str = "",
-    progress: ProgressCallback = silent,
+    source: str, out: Path, settings: ImportSettings, *, progress: ProgressCallback = silent
 ) -> DataFolder:
     """Read recordings and texts in any supported layout into one manifest, without encoding them."""
-    format = _check_import(source, out, format)
-    _, folder = _import(source, out, format, max_bad, language, speaker, progress)
-    return folder
+    return _import(source, out, _checked(source, out, settings), progress)[1]
 
 
 def prepare_folder(
-    source: Path | str,
+    source: str,
     out: Path,
     open_model: Callable[[], EncodingModel],
+    settings: ImportSettings,
     *,
-    format: str | None = None,
-    max_bad: float = 0.01,
-    language: str = "",
-    speaker: str = "",
     device: str = "auto",
     workers: int | None = None,
     ray: str | None = None,
@@ -73,12 +73,12 @@ def prepare_folder(
     """
     from myna.core.device import pick_device
 
-    format = _check_import(source, out, format)
+    settings = _checked(source, out, settings)
     pool = _open_encoding_pool(open_model, device, workers, ray)
     model = open_model()
     encoder = model.load_encoder(device=pick_device(device if pool is None else "cpu"))
     check_text = model.count_tokens if model.has_weights else None
-    utterances, imported = _import(source, out, format, max_bad, language, speaker, progress, check_text)
+    utterances, imported = _import(source, out, settings, progress, check_text)
     notes = list(imported.notes)
     with pool or nullcontext():
         report = encode_dataset(utterances, encoder, out, pool=pool, progress=progress, notify=notes.append)
@@ -121,8 +121,8 @@ def _open_worker_encoder(open_model: Callable[[], EncodingModel], device: str, t
     return open_model().load_encoder(device=pick_device(device))
 
 
-def _check_import(source: Path | str, out: Path, format: str | None) -> str:
-    """Return the layout of a source after checking that it exists and can be imported into `out`."""
+def _checked(source: str, out: Path, settings: ImportSettings) -> ImportSettings:
+    """Check that a source exists and can be imported into `out`; return the settings with its layout."""
     if Path(source).absolute() in (out.absolute(), (out / "manifest.jsonl").absolute()):
         raise DataError(f"{source} would be imported over itself", hint="choose another folder with --out")
     check_writable(out)
@@ -132,33 +132,26 @@ def _check_import(source: Path | str, out: Path, format: str | None) -> str:
             f"{out / 'manifest.jsonl'} was made by something else",
             hint="choose another folder with --out, or move that file away",
         )
-    return check_source(str(source), format)
+    return replace(settings, format=check_source(source, settings.format))
 
 
 def _import(
-    source: Path | str,
-    out: Path,
-    format: str,
-    max_bad: float,
-    language: str,
-    speaker: str,
-    progress: ProgressCallback,
-    check_text: TextCheck | None = None,
+    source: str, out: Path, settings: ImportSettings, progress: ProgressCallback, check_text: TextCheck | None = None
 ) -> tuple[list[Utterance], DataFolder]:
     """Read, validate and correct a source; write its manifest and its rejected records."""
     imported = import_source(
-        str(source),
+        source,
         media=out / "media",
-        format=format,
-        language=language,
-        speaker=speaker,
+        format=settings.format,
+        language=settings.language,
+        speaker=settings.speaker,
         check_text=check_text,
         progress=progress,
     )
     notes: list[str] = []
     folder = Path(source) if Path(source).is_dir() else Path(source).parent
     imported.utterances = corrected_utterances(folder, imported.utterances, notes.append)
-    write_import(imported, out, max_bad=max_bad)
+    write_import(imported, out, max_bad=settings.max_bad)
     count, rejected = len(imported.utterances), len(imported.rejected)
     note = f"{count} utterances from {source} ({imported.format}), {rejected} rejected"
     return imported.utterances, DataFolder(out, count, rejected, notes=(note, *notes))

@@ -30,7 +30,7 @@ from myna.core.errors import MynaError
 from myna.core.io import save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.data.manifest import Utterance, read_manifest, write_manifest
-from myna.data.prepare import import_folder, prepare_folder
+from myna.data.prepare import ImportSettings, import_folder, prepare_folder
 from myna.data.split import TEXTS, TRAIN, split_folder, subset_folder
 from myna.demo.voice import BUNDLED, DemoVoice, clean_reference, select_reference, select_voice
 from myna.evaluate.callback import SpeechEvaluation
@@ -167,10 +167,13 @@ def prepare_voice(
     """Import recordings (None: the bundled ones), prepare the clips of one speaker, and hold out some texts. Return the
     selection, the clips to train on, and those held out."""
     source, recordings, data = voice or str(BUNDLED), out / "recordings", out / "data"
-    import_folder(source, recordings, format=format, max_bad=MAX_BAD_SHARE, language=language, progress=progress)
+    settings = ImportSettings(format, MAX_BAD_SHARE, language)
+    import_folder(source, recordings, settings, progress=progress)
     selected = select_voice(read_manifest(recordings / "manifest.jsonl"), source, seed)
     write_manifest(recordings / "manifest.jsonl", selected.clips)
-    prepare_folder(recordings, data, partial(open_family, model), device=device, progress=progress)
+    prepare_folder(
+        str(recordings), data, partial(open_family, model), ImportSettings(), device=device, progress=progress
+    )
     selected.write_marks(data, seed)
     split_folder(data, texts=selected.held_out_texts(), seed=seed)
     train, held_out = (read_manifest(subset_folder(data, subset) / "manifest.jsonl") for subset in (TRAIN, TEXTS))
