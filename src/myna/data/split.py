@@ -1,4 +1,4 @@
-"""Train / held-out split of a prepared dataset: made once, kept in its folder, and checked for leaks.
+"""Train / held-out split of a prepared dataset, made once and checked for leaks; overlap of clips with training data.
 
     FOLDER/split.json                    which utterance belongs to which subset
     FOLDER/subsets/train                 prepared folders of their own, whose codes are the same files
@@ -15,21 +15,22 @@ import json
 import math
 import os
 import shutil
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
-from networkx.utils import UnionFind  # type: ignore[import-untyped]
-
+from myna.core.config import Recipe
 from myna.core.errors import DataError
-from myna.core.io import atomic_write, string_hash
-from myna.data.code_store import CodeStore, span_bounds, write_index
+from myna.core.io import atomic_write, file_hash, string_hash
+from myna.data.code_store import CodeStore, codes_key, span_bounds, write_index
 from myna.data.codec import NotifyCallback
-from myna.data.dataset import DataFolder, PreparedDataset
-from myna.data.manifest import Utterance, write_manifest
-from myna.text.normalization import alphanumeric
+from myna.data.dataset import DataFolder, PreparedDataset, Utterances
+from myna.data.manifest import Span, Utterance, write_manifest
+from myna.data.references import ReferenceSampler
+from myna.text.normalization import alphanumeric, normalise_text
 
 Subset = Literal["train", "held_out_texts", "held_out_speakers"]
 TRAIN, TEXTS, SPEAKERS = SUBSETS = cast(tuple[Subset, Subset, Subset], get_args(Subset))
@@ -198,6 +199,25 @@ def _leak(problem: str) -> DataError:
     return DataError(f"the split leaks: {problem}", hint=f"delete {SPLIT_FILE} and split again")
 
 
+class _UnionFind:
+    """Disjoint sets of items; `sets[item]` is the same for all items of a set."""
+
+    def __init__(self) -> None:
+        self._parents: dict[Hashable, Hashable] = {}
+
+    def __getitem__(self, item: Hashable) -> Hashable:
+        path = []
+        while (parent := self._parents.setdefault(item, item)) != item:
+            path.append(item)
+            item = parent
+        self._parents |= dict.fromkeys(path, item)
+        return item
+
+    def union(self, first: Hashable, *others: Hashable) -> None:
+        for other in others:
+            self._parents[self[other]] = self[first]
+
+
 def _group_speakers(utterances: Sequence[Utterance], key: Callable[[Utterance], str]) -> Groups:
     """Assign each id to a group. Speakers that share audio are one group, since one person may have several names; so
     are the speakers of a target and of the references that it names."""
@@ -206,7 +226,7 @@ def _group_speakers(utterances: Sequence[Utterance], key: Callable[[Utterance], 
         # A clip without a speaker's name may be of any person: each is a speaker of its own.
         return "speaker", utterance.speaker or utterance.id
 
-    joined = UnionFind()
+    joined = _UnionFind()
     for utterance in utterances:
         joined.union(speaker(utterance), ("key", key(utterance)))
     for first, second in _overlapping(utterances):
@@ -238,7 +258,7 @@ def _draw_speakers(utterances: Sequence[Utterance], groups: Groups, count: int, 
 
 def _group_texts(utterances: Sequence[Utterance], key: Callable[[Utterance], str]) -> Groups:
     """Assign each id to a group: equal texts and equal audio stay together."""
-    joined = UnionFind()
+    joined = _UnionFind()
     for utterance in utterances:
         joined.union(("id", utterance.id), ("text", alphanumeric(utterance.text)), ("key", key(utterance)))
     for first, second in _overlapping(utterances):
@@ -291,3 +311,68 @@ def _write_subset(dataset: PreparedDataset, folder: Path, members: list[Utteranc
     keys = {(utterance.audio, utterance.span): dataset.key(utterance) for utterance in members}
     write_index(members, keys, folder, revision=info.codec_revision, sample_rate=info.sample_rate)
     info.write(folder)
+
+
+# Overlap with training data: the same audio, or the same words of the same speaker
+
+
+OverlapKind = Literal["audio", "words"]
+
+
+class ComparedClip(NamedTuple):
+    """Clip, or a text alone, to be searched for in training data."""
+
+    id: str
+    speaker: str
+    text: str
+    key: str = ""
+    """Key from `PreparedDataset.key`; empty without audio."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedClips:
+    utterances: Utterances
+    codec_revision: str
+
+    @classmethod
+    def open(cls, recipe: Recipe) -> TrainedClips:
+        dataset = PreparedDataset.open(recipe.data.train)
+        targets = ReferenceSampler(dataset, recipe.data, recipe.train.seed).targets
+        return cls(dataset.utterances if recipe.loss.supervise_references else targets, dataset.info.codec_revision)
+
+    def key(self, audio: Path, span: Span | None = None) -> str:
+        """Key of a clip of this audio in the training data, wherever the file is."""
+        return codes_key(file_hash(audio), span, self.codec_revision)
+
+    def find(self, clips: Sequence[ComparedClip], *, unnamed_speakers: bool = False) -> dict[str, OverlapKind]:
+        return find_overlap(self.utterances, clips, unnamed_speakers=unnamed_speakers)
+
+
+def find_overlap(
+    trained: Utterances, clips: Sequence[ComparedClip], *, unnamed_speakers: bool = False
+) -> dict[str, OverlapKind]:
+    """Find the clips that are among the trained ones, and why, by id. With `unnamed_speakers`, equal words count too if
+    one of the two clips names no speaker."""
+    keys = trained.keys_among([clip.key for clip in clips if clip.key])
+    speakers = {clip.speaker for clip in clips}
+    # There may be a million trained clips, so only those that can be equal are compared.
+    if unnamed_speakers:
+        compared = trained if "" in speakers else trained.by_speakers({*speakers, ""})
+    else:
+        compared = trained.by_speakers(speakers - {""})
+    said_by: defaultdict[str, set[str]] = defaultdict(set)
+    for utterance in compared:
+        said_by[plain_words(utterance.text)].add(utterance.speaker)
+
+    def is_said(clip: ComparedClip) -> bool:
+        by = said_by.get(plain_words(clip.text), set()) if clip.text else set()
+        return clip.speaker in by or (unnamed_speakers and bool(by) and (not clip.speaker or "" in by))
+
+    found: dict[str, OverlapKind] = {clip.id: "words" for clip in clips if is_said(clip)}
+    return found | {clip.id: "audio" for clip in clips if clip.key in keys}
+
+
+def plain_words(text: str) -> str:
+    """Remove case and punctuation from a text."""
+    letters = (c for c in normalise_text(text).casefold() if not unicodedata.category(c).startswith("P"))
+    return " ".join("".join(letters).split())

@@ -19,7 +19,7 @@ from myna.core.errors import ConfigError, MynaError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER, claim_folder, lock_folder, save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.core.run_folder import RunFolder
-from myna.data.overlap import ComparedClip, TrainedClips
+from myna.data.split import ComparedClip, TrainedClips
 from myna.evaluate import metrics
 from myna.evaluate.items import EvalItem, EvalSet
 from myna.evaluate.pages import evaluation_page

@@ -19,8 +19,8 @@ from myna.core.progress import ProgressCallback, silent
 from myna.data.codec import Codes, Encoder
 from myna.data.conversation import AudioClip, answer_conversation
 from myna.data.dataset import PreparedDataset
-from myna.data.overlap import ComparedClip, TrainedClips
 from myna.data.pronunciation import DEFAULT_QUESTION, AssessmentTable, answer_grammar, assessment_table
+from myna.data.split import ComparedClip, TrainedClips
 from myna.models.base import Family, GeneratedAnswer, require_answering
 from myna.models.files import format_names
 from myna.speak.engine import encode_clip

@@ -20,7 +20,7 @@ from myna.core.errors import MynaError, TrainingError
 from myna.data.codec import Codes
 from myna.data.dataset import Utterances
 from myna.data.loader import Loader, Shard
-from myna.data.overlap import ComparedClip, find_overlap
+from myna.data.split import ComparedClip, find_overlap
 from myna.models.base import IGNORE_INDEX, Batch, RenderedSequence
 from myna.models.files import format_names
 from myna.models.token_view import token_view
