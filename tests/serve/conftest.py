@@ -64,7 +64,7 @@ def start_server(
     home: Path, *arguments: str, source: str = "fledgling", environment: Mapping[str, str] | None = None
 ) -> Iterator[RunningServer]:
     """Run `myna serve` with its own folder for voices and logs, and wait until it is ready."""
-    command = [sys.executable, "-m", "myna", "serve", source, "--port", "0", "--device", "cpu", *arguments]
+    command = [sys.executable, "-m", "myna", "serve", source, *arguments, "--port", "0", "--device", "cpu"]
     variables = {**os.environ, "MYNA_HOME": str(home), "PYTHONUNBUFFERED": "1", **(environment or {})}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, cwd=home
