@@ -240,3 +240,18 @@ def test_a_stage_with_brackets_in_its_name_is_shown_as_it_is(monkeypatch: pytest
     with display.progress_bars() as progress:
         progress("take[/b]: speaking", 1, 2)
     assert isinstance(console.file, io.StringIO) and "take[/b]: speaking" in console.file.getvalue()
+
+
+def test_a_list_of_words_may_stand_around_options(tmp_path: Path) -> None:
+    words = ("curate", tmp_path / "one", "--out", tmp_path / "out", "--limit", 1, tmp_path / "two")
+    with pytest.raises(MynaError, match=r"there is no .*one"):
+        run_command(words)
+    (tmp_path / "one").mkdir()
+    with pytest.raises(MynaError, match=r"there is no .*two"):
+        run_command(words)
+
+
+@pytest.mark.parametrize(("name", "argument"), [("serve", "SOURCES"), ("compare", "SUBJECTS"), ("detect", "FILES")])
+def test_a_list_that_is_required_is_asked_for(name: str, argument: str) -> None:
+    result = run_command([name], catch=True)
+    assert result.exit_code == 2 and f"{argument} is missing" in result.output

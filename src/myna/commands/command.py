@@ -62,7 +62,8 @@ class Command:
         signature = inspect.Signature(parameters)
 
         def run(*words: Any, **options: Any) -> int | None:
-            given = signature.bind(*words, **options).arguments
+            bound = signature.bind(*words, **options).arguments
+            given = {name: value for name, value in bound.items() if value != ()}
             if self.function is None:
                 return self.terminal(**given)
             extra = {one.name: given.pop(one.name) for one in extras if one.name in given}
@@ -130,9 +131,14 @@ def _option_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
         is_named = any(isinstance(one, Parameter) and (one.alias or one.name) for one in settings)
         by_name = is_named or parameter.kind is parameter.KEYWORD_ONLY
         settings = [*settings, TAKES_DASHES] if by_name and hint is not bool else settings
-        kind = parameter.KEYWORD_ONLY if by_name else parameter.POSITIONAL_ONLY
-        annotation = Annotated[(_typed_type(hint), *settings)] if settings else _typed_type(hint)
-        parameters.append(parameter.replace(annotation=annotation, kind=kind))
+        kind: Any = parameter.KEYWORD_ONLY if by_name else parameter.POSITIONAL_ONLY
+        typed = _typed_type(hint)
+        if not by_name and typing.get_origin(typed) is list:
+            # Words of the list may stand before and after options: `curate one --out data/marta two`.
+            settings = [*settings, Parameter(required=default is parameter.empty)]
+            typed, kind, default = typing.get_args(typed)[0], parameter.VAR_POSITIONAL, parameter.empty
+        annotation = Annotated[(typed, *settings)] if settings else typed
+        parameters.append(parameter.replace(annotation=annotation, kind=kind, default=default))
     return parameters
 
 
