@@ -13,10 +13,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "myna"
+SHIPPED_FAMILY = ("myna.models.higgs_v2.family", "myna.models.mel_codec")
+"""Modules of the shipped model's family and codec. The registry opens them by name, so that no import names them."""
 CLOSURES = {
-    "text to audio": ("myna.speak.engine", "myna.speak.loading"),
-    "evaluate": ("myna.evaluate.evaluation",),
-    "training": ("myna.curate.curation", "myna.data.importers", "myna.data.encoding", "myna.train.loop"),
+    "text to audio": ("myna.speak.engine", "myna.speak.loading", *SHIPPED_FAMILY),
+    "evaluate": ("myna.evaluate.evaluation", *SHIPPED_FAMILY),
+    "training": (
+        *("myna.curate.curation", "myna.data.importers", "myna.data.encoding", "myna.train.loop"),
+        *SHIPPED_FAMILY,
+    ),
 }
 """Entry modules of each path. A closure counts the modules that importing and running them can reach."""
 LONG_FILE = 600
