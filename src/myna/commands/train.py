@@ -132,7 +132,7 @@ def _next_command(run: Run) -> str:
     return f"myna answer RECORDING.wav --run {run.folder}"
 
 
-@command("recipes", example="myna recipes lora_24gb --out mine.yaml")
+@command("recipes", example="myna recipes higgs_v2_lora_24gb --out mine.yaml")
 def _(
     name: Annotated[str | None, option("A recipe to print; all are listed if left out.")] = None,
     *,

@@ -28,7 +28,7 @@ THRESHOLDS: dict[DropReason, str] = {
     "low quality": "min_dnsmos_ovrl",
     "doubtful text": "max_cer",
 }
-"""Setting of `keep` that has to be changed to keep what a reason drops."""
+"""Main setting of `keep` behind a reason, by the reason. A message names it to people who want to keep more."""
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]

@@ -187,7 +187,7 @@ class Family(ABC):
     @property
     @abstractmethod
     def chance(self) -> tuple[float, ...]:
-        """Loss of a uniform guess per stream."""
+        """Loss of a uniform guess, by term of the loss."""
 
     @property
     @abstractmethod
@@ -475,4 +475,5 @@ class SpeechDecoder(Protocol):
         """Return the number of whole frames of codes in a row's step results."""
 
     def undelay(self, delayed: StepHistory[Number], start: int, stop: int) -> npt.NDArray[Number]:
-        """(frames, codebooks): frames `start` to `stop` without the delay; the frame after the last holds the ends."""
+        """Return the frames `start` to `stop` without the delay pattern of the codebooks, (frames, codebooks).
+        The frame after the last one holds the end codes."""

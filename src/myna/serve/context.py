@@ -89,9 +89,9 @@ NAMED_SOURCE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})=(.+)")
 def resolve_sources(
     sources: Sequence[str], model: str | None, *, keep_adapters: bool = False
 ) -> tuple[str, dict[str, str]]:
-    """Return the model to open, and the adapters to load beside it by name. One source is opened as it is: a LoRA is
-    merged into its model, which speaks fastest. Several, each perhaps as NAME=SOURCE, are adapters of one base model;
-    so is one with `keep_adapters`, since others can only be loaded beside the base model."""
+    """Return the model to open, and the adapters to load beside it by name. A single
+    LoRA is merged into its model, which speaks fastest. Several LoRAs, each perhaps as NAME=SOURCE, are loaded beside
+    their one base model. With `keep_adapters` a single LoRA is loaded beside it too, so that others can join it."""
     named = [_split_name(source) for source in sources]
     refs = [ModelRef.find(source, model) for _, source in named]
     has_lora = [ref.adapter is not None for ref in refs]

@@ -198,7 +198,7 @@ class SpeechResponse(Response):
             log.error("request %s failed after its first audio: %s", self._prepared.origin.id, error.message)
             if self._is_sse:
                 await send_body(_event("speech.audio.error", **error.body), more=False)
-            # Raw audio that ended as usual would pass for the whole: without a last chunk the connection is aborted.
+            # No last chunk is sent, which aborts the connection: raw audio that ended as usual would look complete.
         except TimeoutError:
             log.warning("request %s: its client no longer reads", self._prepared.origin.id)
         finally:

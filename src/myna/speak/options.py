@@ -17,7 +17,7 @@ class VoiceOptions(TypedDict, total=False):
     voice: str | None
     """A stored voice of `myna voice list`, in place of a reference."""
     scene: str | None
-    """A sentence about the room or the manner; if not given, as the run was trained."""
+    """A sentence about the room or the manner; if not given, the one that the run was trained with."""
     language: str
     """Language of a long text, such as en or de: helps to find its sentences."""
     watermark: bool
@@ -28,11 +28,11 @@ class SamplingOptions(TypedDict, total=False):
     """Sampling of the codes. A setting that is not given is the model's own."""
 
     temperature: float | None
-    """0 is greedy; if not given, as the model asks."""
+    """0 is greedy; if not given, that of the model's generation_config.json."""
     top_k: int | None
-    """Sample from the likeliest k codes, 0: all; or as the model asks."""
+    """Sample from the likeliest k codes, 0: all; by default the model's own."""
     top_p: float | None
-    """Sample within this probability; or as the model asks."""
+    """Sample within this probability; by default the model's own."""
     max_seconds: float
     """Longest utterance, at which a runaway is cut. A text of more than about 30 s is spoken in segments, each of which
     may take as long. By default 60."""

@@ -129,7 +129,7 @@ MAX_ZERO_GRADIENT_STEPS = 3
 MAX_STEPS_ABOVE_CHANCE = 50
 """Steps in a row above chance after which a training that was well below is stopped; it may recover from some."""
 MAX_FINAL_STEPS = 2
-"""Either number of steps at the end of a run, which leaves no time to recover."""
+"""Limit in the last steps of a run, in place of the two above: no time is left to recover."""
 WELL_BELOW_CHANCE = 0.8
 """Share of a uniform guess's loss that only a trained model reaches."""
 SAFE_LEARNING_RATE = TrainSettings().learning_rate

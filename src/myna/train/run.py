@@ -54,7 +54,7 @@ CHANGEABLE_ON_RESUME = (
 
 LOCK_HOLDER_FILE = ".lock.json"
 CONTINUED_FILE = ".continued"
-"""File that exists while a finished run is trained further: its result is that of fewer steps."""
+"""File that exists while a finished run is trained further, when its saved weights are still those of fewer steps."""
 FILES_BEFORE_FIRST_STEP = ("config.yaml", "log.txt", "preflight.txt", LOCK_FILE, LOCK_HOLDER_FILE)
 """Files of a failed start, which a new start may overwrite."""
 

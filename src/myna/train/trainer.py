@@ -167,8 +167,8 @@ class Trainer:
         return losses.reduced(self.reduce), norm
 
     def backward(self, batches: Sequence[Batch], weights: torch.Tensor, losses: LossAccumulator) -> None:
-        """Compute gradients of the whole step's loss. Ranks reduce theirs once, in the last micro-batch. Sharded ones
-        do so in every micro-batch, or each rank would have to hold a whole model's gradients in between."""
+        """Compute gradients of the whole step's loss. Ranks sum their gradients once, in the last micro-batch. With a
+        sharded model they do so in every micro-batch: otherwise each rank would hold the gradients of all weights."""
         inner = getattr(self.objective, "module", self.objective)
         if not (self.objective.training and inner.training and inner.model.training):
             # Checked first: setting the mode of a thousand modules leaves the GPU idle for milliseconds.
