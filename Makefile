@@ -55,7 +55,7 @@ test-extras: curation-models
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 			apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends nginx; \
 		else echo "There is no nginx. Install it: sudo apt install nginx (brew install nginx)"; exit 1; fi; }
-	MYNA_EXTRAS=required $(BIN)/python -m pytest -m extras tests/curate tests/core tests/listen tests/text tests/serve tests/data/test_encoding_ray.py tests/checks/test_nodes.py
+	MYNA_EXTRAS=required $(BIN)/python -m pytest -m extras
 
 # Real recordings of Debian packages, which apt-get downloads.
 test-network: setup
