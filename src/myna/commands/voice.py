@@ -46,18 +46,20 @@ def add_voice(
 ) -> StoredVoice:
     """Store a voice under a name, once the consent of its speaker is checked: the words of the sentence by speech
     recognition, the voice by a speaker encoder against the recordings. `myna speak --voice NAME` uses it."""
-    from myna.provenance.voice_store import store_voice
+    from myna.core.device import pick_device
+    from myna.provenance.consent import ConsentChecker
+    from myna.provenance.voice_store import VoiceStore, check_voice_name
 
-    return store_voice(
-        name,
-        [Path(one) for one in recordings],
-        Path(consent),
-        language=language,
-        texts=texts,
-        asr=asr,
-        speaker_encoder=speaker_encoder,
-        device=device,
-    )
+    check_voice_name(name)
+    store = VoiceStore()
+    store.check_new_name(name)
+    checker = ConsentChecker.open(asr, speaker_encoder, str(pick_device(device)))
+    checked = store.create_consent(name, Path(consent), language, checker)
+    try:
+        return store.create_voice(name, [Path(one) for one in recordings], checked.id, checker, texts=texts)
+    except BaseException:
+        store.delete_consent(checked.id)  # of no use without its voice
+        raise
 
 
 @command("voice add", add_voice, example='myna voice add "Marta Gil" --recording marta.wav --consent marta-consent.wav')

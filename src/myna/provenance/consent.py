@@ -24,6 +24,7 @@ from myna.audio.mono import LISTENING_RATE
 from myna.core.errors import ConfigError, DataError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER, private_file, user_folder
 from myna.provenance import watermark_installed
+from myna.provenance.voice_store import Consent, VoiceStore, check_voice_name
 from myna.speak.request import MAX_REFERENCE_SECONDS
 from myna.text.normalization import base_language, letters, words
 from myna.text.wer import character_errors
@@ -124,6 +125,20 @@ def has_name(transcript: str, name: str, language: str) -> bool:
         said = said[start.dest_end :]
     said = said.strip()
     return fuzz.ratio(expected, said) >= MIN_NAME_MATCH or Levenshtein.distance(expected, said) <= MAX_NAME_ERRORS
+
+
+def rename_consent(store: VoiceStore, id: str, name: str) -> Consent:
+    """Change the name of a stored consent to another spelling of the one that was read aloud."""
+    check_voice_name(name)
+    consent = store.get_consent(id)
+    if not has_name(consent.recording.text, name, consent.language):
+        raise DataError(
+            f"{name!r} is not the name that was read aloud: {consent.recording.text!r}",
+            hint="have the sentence read with that name, and store it as another consent",
+        )
+    consent = consent.model_copy(update={"name": name})
+    store.update_consent(consent)
+    return consent
 
 
 def _random_words(seed: str, words: list[str]) -> tuple[str, str]:

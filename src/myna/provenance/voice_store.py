@@ -22,7 +22,6 @@ from pydantic import Field, ValidationError
 from myna.core.config import Settings
 from myna.core.errors import DataError
 from myna.core.io import acquire_lock, atomic_folder, save_text, sniff_suffix, user_folder
-from myna.provenance.consent import has_name
 from myna.speak.request import read_reference
 from myna.text.normalization import normalise_text
 
@@ -110,19 +109,11 @@ class VoiceStore:
     def get_consent(self, id: str) -> Consent:
         return _find(self.list_consents(), id, "consent", "myna voice list shows them")
 
-    def rename_consent(self, id: str, name: str) -> Consent:
-        """Change the name of a consent to another spelling of the one that was read aloud."""
-        check_voice_name(name)
+    def update_consent(self, consent: Consent) -> None:
+        """Replace what is stored of a consent."""
         with self._lock():
-            consent = self.get_consent(id)
-            if not has_name(consent.recording.text, name, consent.language):
-                raise DataError(
-                    f"{name!r} is not the name that was read aloud: {consent.recording.text!r}",
-                    hint="have the sentence read with that name, and store it as another consent",
-                )
-            consent = consent.model_copy(update={"name": name})
-            save_text(self.folder / "consents" / consent.id / CONSENT_FILE, consent.model_dump_json(indent=2))
-        return consent
+            folder = self.folder / "consents" / self.get_consent(consent.id).id
+            save_text(folder / CONSENT_FILE, consent.model_dump_json(indent=2))
 
     def delete_consent(self, id: str) -> Consent:
         """Remove a consent; refused while a stored voice depends on it."""
@@ -293,31 +284,3 @@ def _new_id(kind: str) -> str:
 
 def _now() -> int:
     return int(datetime.now(UTC).timestamp())
-
-
-def store_voice(
-    name: str,
-    recordings: Sequence[Path],
-    consent: Path,
-    *,
-    language: str,
-    texts: Sequence[str],
-    asr: str,
-    speaker_encoder: str,
-    device: str,
-) -> StoredVoice:
-    """Store a voice of this user once the recorded consent of its speaker is checked. Without `texts` the ASR
-    transcribes the recordings."""
-    from myna.core.device import pick_device
-    from myna.provenance.consent import ConsentChecker
-
-    check_voice_name(name)
-    store = VoiceStore()
-    store.check_new_name(name)
-    checker = ConsentChecker.open(asr, speaker_encoder, str(pick_device(device)))
-    known = store.create_consent(name, consent, language, checker)
-    try:
-        return store.create_voice(name, list(recordings), known.id, checker, texts=texts)
-    except BaseException:
-        store.delete_consent(known.id)  # of no use without its voice
-        raise

@@ -15,7 +15,7 @@ from myna.audio.files import Samples, write_audio
 from myna.core.errors import MynaError
 from myna.data.pronunciation import DEFAULT_QUESTION
 from myna.models.ref import display_name
-from myna.provenance.consent import ConsentChecker, sentence_of_day
+from myna.provenance.consent import ConsentChecker, rename_consent, sentence_of_day
 from myna.provenance.voice_store import Consent, StoredVoice
 from myna.serve.context import DEFAULT_VOICE, ServerContext, server_context, unless_disconnected
 from myna.serve.messages import AnswerMessage, RequestEnd
@@ -111,7 +111,7 @@ async def update_voice_consent(consent_id: str, body: ConsentNameBody, request: 
     """Change the spelling of the name in a consent."""
     store = server_context(request).store
     await _in_store(store.get_consent, consent_id, status=404)
-    return _consent_object(await _in_store(store.rename_consent, consent_id, body.name))
+    return _consent_object(await _in_store(rename_consent, store, consent_id, body.name))
 
 
 @voice_router.delete("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
