@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.figures import save_figures
 
-from myna.audio.files import Samples, read_audio
-from myna.audio.mono import LISTENING_RATE
+from myna.audio.files import LISTENING_RATE, Samples, read_audio
 from myna.core.io import DEFAULT_SPEAKER_ENCODER
 from myna.listen.speaker_encoders import cosine_similarity, open_speaker_encoder
 from myna.provenance.consent import required_similarity

@@ -48,8 +48,7 @@ from codec_evaluation.real_speech import (
 )
 from codec_training.evaluation import perplexity
 from codec_training.recordings import Recording, clip_summary, decode, recordings, round_robin_by_speaker
-from myna.audio.files import Samples, write_audio
-from myna.audio.mono import as_mono_16khz
+from myna.audio.files import Samples, as_mono_16khz, write_audio
 from myna.core.errors import ConfigError, DataError, MynaError
 from myna.data.codec import Codec
 from myna.models import open_codec

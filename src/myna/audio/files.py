@@ -21,6 +21,8 @@ from myna.core.errors import AudioError
 from myna.core.io import atomic_write, is_file
 
 Samples = npt.NDArray[np.float32]
+LISTENING_RATE = 16_000
+"""Sample rate in hertz that all models in `listen/` were trained on."""
 AudioDefect = Literal[
     "missing file", "unreadable audio", "cut short", "zero length", "silence", "NaN samples", "bad span"
 ]
@@ -208,6 +210,22 @@ def pcm16(samples: Samples) -> bytes:
     scaled = samples.clip(-1, 1)
     scaled *= 32767
     return bytes(scaled.astype("<i2").tobytes())
+
+
+def as_mono_16khz(samples: Samples, sample_rate: int) -> Samples:
+    """Resample a mono clip to 16 kHz. Refuse other shapes and values that are not finite."""
+    if samples.ndim != 1:
+        raise AudioError(f"a clip of shape {samples.shape} is not mono", hint="give one row of samples")
+    if not np.isfinite(samples).all():
+        raise AudioError("a clip holds samples that are no numbers", hint="look at what made it")
+    if sample_rate != LISTENING_RATE:
+        samples = soxr.resample(samples, sample_rate, LISTENING_RATE, quality="VHQ")
+    return np.ascontiguousarray(samples, dtype=np.float32)
+
+
+def is_silent(samples: Samples) -> bool:
+    """Tell whether a clip has no sample above -100 dB, or no samples at all."""
+    return not np.abs(samples).max(initial=0) > 1e-5
 
 
 CONTAINER_FORMATS = "mov,matroska,aac,amr,asf,avi,caf,mpegts,mpeg,flv,wv,ape,ac3,eac3,tta,tak,dsf"

@@ -21,8 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import soundfile
 
-from myna.audio.files import Samples
-from myna.audio.mono import LISTENING_RATE
+from myna.audio.files import LISTENING_RATE, Samples
 from myna.audio.signal_measures import noise_floor_db, speech_level_db
 from myna.core.device import memory_limit, pick_device, release_free_memory
 from myna.core.io import atomic_write, fsync

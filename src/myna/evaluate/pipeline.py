@@ -21,8 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from myna.audio.files import Samples, read_audio, write_audio
-from myna.audio.mono import LISTENING_RATE
+from myna.audio.files import LISTENING_RATE, Samples, read_audio, write_audio
 from myna.core.errors import ConfigError, DataError
 from myna.core.io import atomic_write, bytes_hash, safe_file_name
 from myna.core.progress import ProgressCallback, silent

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from myna.audio.files import Samples, read_audio
-from myna.audio.mono import LISTENING_RATE, as_mono_16khz
+from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz, read_audio
 from myna.core.device import pick_device
 from myna.core.errors import MynaError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER, bytes_hash

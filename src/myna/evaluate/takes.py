@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from myna.audio.mono import as_mono_16khz
+from myna.audio.files import as_mono_16khz
 from myna.core.errors import ConfigError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER
 from myna.core.progress import ProgressCallback, silent

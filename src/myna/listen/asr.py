@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from myna.audio.files import Samples
-from myna.audio.mono import LISTENING_RATE, as_mono_16khz, is_silent
+from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz, is_silent
 from myna.core.compat import set_beam_reordering
 from myna.core.device import is_out_of_memory, pick_device
 from myna.core.errors import ModelError, import_optional

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from myna.audio.files import Samples
-from myna.audio.mono import LISTENING_RATE, as_mono_16khz
+from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz
 from myna.core.errors import AudioError, ConfigError, import_optional
 from myna.listen.weights import remake_hint
 from myna.models.files import load_network

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from myna.audio.files import Samples
-from myna.audio.mono import LISTENING_RATE, as_mono_16khz, is_silent
+from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz, is_silent
 from myna.core.compat import conv_output_length
 from myna.core.device import release_free_memory
 from myna.core.errors import CheckpointError, ModelError, import_optional

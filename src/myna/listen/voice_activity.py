@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from myna.audio.files import Samples
-from myna.audio.mono import LISTENING_RATE, as_mono_16khz
+from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz
 from myna.audio.signal_measures import SpeechSpan
 from myna.core.errors import import_optional
 from myna.listen.weights import INSTALL

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from rapidfuzz import fuzz
 from rapidfuzz.distance import Levenshtein
 
-from myna.audio.files import Samples, check_not_silent, read_audio
-from myna.audio.mono import LISTENING_RATE
+from myna.audio.files import LISTENING_RATE, Samples, check_not_silent, read_audio
 from myna.core.errors import ConfigError, DataError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER, private_file, user_folder
 from myna.provenance import watermark_installed

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from myna.audio.files import Samples
-from myna.audio.mono import LISTENING_RATE
+from myna.audio.files import LISTENING_RATE, Samples
 from myna.core.errors import import_optional
 from myna.listen.asr import ASR
 from myna.listen.speaker_encoders import EcapaEncoder, ResemblyzerEncoder, cosine_similarity

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from codec_training.recordings import decode
-from myna.audio.files import read_audio
-from myna.audio.mono import LISTENING_RATE
+from myna.audio.files import LISTENING_RATE, read_audio
 from myna.listen.asr import ASR
 from myna.listen.mos import DistillMOS
 from myna.listen.speaker_encoders import (
