@@ -15,10 +15,9 @@ import pytest
 from myna.audio.files import read_audio
 from myna.core.errors import DataError
 from myna.data.codec import Codes
-from myna.data.dataset import DATASET_INFO_FILE, DatasetInfo, PreparedDataset
+from myna.data.dataset import DATASET_INFO_FILE, TABLE_FILE, DatasetInfo, PreparedDataset
 from myna.data.encoding import encode_dataset
 from myna.data.manifest import Span, Utterance, write_manifest
-from myna.data.manifest_table import TABLE_FILE
 from tests.data.corpora import prepared, said, utterance_key
 from tests.data.kill_helper import FakeCodec
 
@@ -175,7 +174,7 @@ def test_the_lines_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     def refuse(path: Path) -> None:
         raise AssertionError(f"{path} was read line by line")
 
-    monkeypatch.setattr("myna.data.manifest_table.iterate_manifest", refuse)
+    monkeypatch.setattr("myna.data.dataset.iterate_manifest", refuse)
     corpus = PreparedDataset.open(folder)
     assert list(corpus.utterances) == clips(folder) and corpus.notes == ()
     changed(folder, *clips(folder)[:1])
@@ -218,7 +217,7 @@ def test_a_folder_that_cannot_be_written_opens_and_says_what_that_costs(
         raise DataError("cannot write codes into there: read-only", hint="make room")
 
     table_of(folder).unlink()
-    monkeypatch.setattr("myna.data.manifest_table.write_arrow", refuse)
+    monkeypatch.setattr("myna.data.code_store.write_arrow", refuse)
     corpus = PreparedDataset.open(folder)
     assert list(corpus.utterances) == clips(folder) and not table_of(folder).exists()
     [note] = corpus.notes
@@ -253,7 +252,7 @@ def test_a_corpus_that_could_not_be_written_down_is_sent_whole(folder: Path, mon
         raise DataError("cannot write codes into there: read-only", hint="make room")
 
     table_of(folder).unlink()
-    monkeypatch.setattr("myna.data.manifest_table.write_arrow", refuse)
+    monkeypatch.setattr("myna.data.code_store.write_arrow", refuse)
     there = pickle.loads(pickle.dumps(PreparedDataset.open(folder)))
     assert list(there.utterances) == clips(folder) and not table_of(folder).exists()
 

@@ -13,8 +13,8 @@ import pytest
 from myna.core.config import DataSettings
 from myna.core.errors import DataError
 from myna.data import references as references_module
+from myna.data.dataset import Indices, ManifestTable
 from myna.data.manifest import Span, Utterance
-from myna.data.manifest_table import Indices, ManifestTable
 from myna.data.references import Mask, ReferenceSampler
 from tests.data.corpora import prepared, said
 

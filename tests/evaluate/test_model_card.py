@@ -15,7 +15,7 @@ import pytest
 
 import myna
 from myna.core.io import file_sha256, save_text
-from myna.data.manifest_table import DictionaryColumn
+from myna.data.dataset import DictionaryColumn
 from myna.evaluate import model_card
 from myna.evaluate.model_card import CARD_FILE, base_license, speaker_rows, write_model_card
 from tests.tone_corpus import recipe, write_recordings

@@ -23,8 +23,8 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from myna.core.config import Settings
 from myna.core.errors import ConfigError, DataError
 from myna.core.io import acquire_lock, is_file
+from myna.data.dataset import MANIFEST_FILE
 from myna.data.manifest import Span, Utterance, iterate_manifest
-from myna.data.manifest_table import MANIFEST_FILE
 from myna.data.segments import SCHEMA, TABLE_FILE, empty_row, move_edges, set_columns
 from myna.text.normalization import normalise_text
 from myna.text.spoken_forms import normalise_spoken_text

@@ -20,8 +20,7 @@ from myna.core.config import DataSettings
 from myna.core.errors import DataError
 from myna.data.code_store import arrow_batch, read_cached_arrow, write_arrow
 from myna.data.conversation import AudioClip, Conversation, Reference, answer_conversation, speech_conversation
-from myna.data.dataset import PreparedDataset
-from myna.data.manifest_table import Indices
+from myna.data.dataset import Indices, PreparedDataset
 from myna.data.references import ReferenceLists
 
 TEXTS_PER_BATCH = 1 << 14

@@ -25,10 +25,9 @@ from myna.core.config import DataSettings
 from myna.core.errors import DataError
 from myna.core.io import bytes_hash
 from myna.data.conversation import AudioClip, Conversation, Reference, answer_conversation, speech_conversation
-from myna.data.dataset import PreparedDataset
+from myna.data.dataset import Indices, PreparedDataset
 from myna.data.lengths import LengthEstimator, SequenceLengths
 from myna.data.manifest import Utterance
-from myna.data.manifest_table import Indices
 from myna.data.references import ReferenceLists, ReferenceSampler, permutation
 from myna.data.workers import WorkerPool
 

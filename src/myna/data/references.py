@@ -12,9 +12,8 @@ import numpy.typing as npt
 from myna.core.config import DataSettings
 from myna.core.errors import DataError
 from myna.core.io import string_hash
-from myna.data.dataset import PreparedDataset, Utterances
+from myna.data.dataset import IdHashes, Indices, ManifestTable, PreparedDataset, Utterances
 from myna.data.manifest import Utterance
-from myna.data.manifest_table import IdHashes, Indices, ManifestTable
 
 MAX_DRAWS = 8
 """Random draws for a target before the valid references of its speaker are listed one by one."""

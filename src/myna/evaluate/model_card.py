@@ -12,8 +12,7 @@ import numpy as np
 from myna.core.errors import MynaError
 from myna.core.io import save_text
 from myna.core.run_folder import RunFolder
-from myna.data.dataset import PreparedDataset
-from myna.data.manifest_table import ManifestTable
+from myna.data.dataset import ManifestTable, PreparedDataset
 from myna.evaluate.metrics import METRICS
 from myna.models import SHIPPED, find_checkpoint
 from myna.models.files import read_json

@@ -15,9 +15,8 @@ from pathlib import Path
 from myna.core.errors import DataError
 from myna.core.io import atomic_write, disk_error
 from myna.core.progress import ProgressCallback, silent
-from myna.data.importers.conversations import CHATML, MS_SWIFT
+from myna.data.importers.conversations import CHATML, METADATA_JSON, MS_SWIFT
 from myna.data.importers.folders import FOLDER, LJSPEECH, MYNA_MANIFEST
-from myna.data.importers.metadata_json import METADATA_JSON
 from myna.data.importers.records import (
     AUDIO_SUFFIXES,
     OTHER_AUDIO_SUFFIXES,
