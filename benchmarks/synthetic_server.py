@@ -38,7 +38,7 @@ from myna.models.base import RenderedSequence, Sampling, StepResult
 from myna.models.higgs_v2 import tiny
 from myna.models.higgs_v2.codec import HiggsCodec
 from myna.models.higgs_v2.decode import HiggsDecoder
-from myna.provenance.perth import PerthNet
+from myna.provenance.watermark import PerthNet
 from myna.serve import engine_client
 from myna.serve.context import ServerSettings
 from myna.serve.messages import AudioPiece, EngineSettings, SpeakMessage

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from myna.audio.files import Samples, read_audio
 from myna.core.errors import AudioError, MynaError
-from myna.provenance import check_installed, perth
 from myna.provenance import watermark as watermark_module
+from myna.provenance.credentials import check_installed
 from myna.provenance.watermark import (
     EARLY_HOPS,
     FIRST_BLOCKS,
@@ -30,7 +30,7 @@ from myna.provenance.watermark import (
 )
 
 PACKAGE = Path(__file__).with_name("perth_package.npz")
-RECORDINGS = Path(perth.__file__).parents[1] / "demo" / "recordings"
+RECORDINGS = Path(watermark_module.__file__).parents[1] / "demo" / "recordings"
 MARKED_FROM = 20_000
 """First of the kept samples of tools/watermark_fixture.py: behind the blocks that look less far ahead."""
 
@@ -98,7 +98,7 @@ def test_blocks_that_do_not_look_ahead_leave_no_step() -> None:
 @pytest.mark.parametrize("size", [2, 64])
 def test_streams_marked_together_are_those_marked_alone(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stack blocks of several streams and lengths in one call as on a GPU: results differ by rounding only."""
-    monkeypatch.setattr(watermark_module, "_stack_size", lambda _: size)
+    monkeypatch.setitem(watermark_module.STACKED_BLOCKS, "cpu", size)
     clip = np.tile(vowel(24_000, 3.0), 2)
     lengths = [9_000, 100, 30_000, 0, 144_000, 77_777]
     clips = [clip[start * 500 :][:length] for start, length in enumerate(lengths)]
@@ -178,6 +178,6 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_weights_are_not_unpickled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     other = tmp_path / "weights.pth.tar"
     other.write_bytes(b"not the file")
-    monkeypatch.setattr(perth, "perth_checkpoint", lambda: other)
+    monkeypatch.setattr(watermark_module, "perth_checkpoint", lambda: other)
     with pytest.raises(MynaError, match="sha256"):
-        perth.load_perth.__wrapped__(torch.device("cpu"))
+        watermark_module.load_perth.__wrapped__(torch.device("cpu"))

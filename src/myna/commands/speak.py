@@ -299,7 +299,7 @@ def _open_voice(options: SpeakOptions) -> Voice:
 
     opened = _pick(options, ModelOptions)
     if options.get("watermark", True):
-        from myna.provenance import check_installed
+        from myna.provenance.credentials import check_installed
 
         check_installed()
     if problems := [problem for file in _references(options) for problem in open_reference(Path(file)).problems]:

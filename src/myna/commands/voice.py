@@ -19,8 +19,8 @@ from myna.commands.options import Device, Json, PathLike, SpeakerEncoder, option
 from myna.core.io import DEFAULT_SPEAKER_ENCODER
 
 if TYPE_CHECKING:
-    from myna.provenance.detection import Detection
     from myna.provenance.voice_store import StoredVoice
+    from myna.provenance.watermark import Detection
 
 VoiceName = Annotated[str, option("Name or id of a voice.")]
 
@@ -120,7 +120,7 @@ def _(call: Callable[..., str]) -> None:
 
 def detect(file: PathLike, *, device: str = "cpu") -> Detection:
     """Look for the watermark and content credentials in an audio file, and for the file in this machine's log."""
-    from myna.provenance.detection import inspect_file
+    from myna.provenance.watermark import inspect_file
 
     return inspect_file(Path(file), device=device)
 

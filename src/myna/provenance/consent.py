@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import importlib.util
 import re
 import secrets
 from collections.abc import Sequence
@@ -22,7 +23,6 @@ from rapidfuzz.distance import Levenshtein
 from myna.audio.files import LISTENING_RATE, Samples, check_not_silent, read_audio
 from myna.core.errors import ConfigError, DataError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER, private_file, user_folder
-from myna.provenance import watermark_installed
 from myna.provenance.voice_store import Consent, VoiceStore, check_voice_name
 from myna.speak.request import MAX_REFERENCE_SECONDS
 from myna.text.normalization import base_language, letters, words
@@ -257,7 +257,7 @@ def _compare(
 
 def _watermark_score(recording: Path) -> tuple[float | None, bool]:
     """Return the score of the watermark, None without its package, and whether the recording is marked."""
-    if not watermark_installed():
+    if importlib.util.find_spec("perth") is None:
         return None, False
     from myna.provenance.watermark import MARK_THRESHOLD, watermark_score
 

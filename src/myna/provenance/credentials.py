@@ -1,7 +1,9 @@
-"""Content credentials (C2PA) of audio files: signed with a key of this machine, read and verified offline."""
+"""Content credentials (C2PA) of audio files: signed with a key of this machine, read and verified offline; and the
+optional packages of the extra `mark`, which are found without importing them."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 from dataclasses import asdict, dataclass, field
@@ -13,11 +15,13 @@ from typing import Any, Literal
 from myna.audio.files import Samples, encode_audio_file
 from myna.core.errors import OutputError
 from myna.core.io import atomic_write, private_file, sniff_suffix, user_folder
-from myna.provenance import INSTALL_HINT, credentials_installed
 from myna.provenance.speech_log import SpeechOrigin, log_speech
 
 MIME_TYPES = {".wav": "audio/wav", ".mp3": "audio/mpeg", ".flac": "audio/flac", ".m4a": "audio/mp4"}
 """MIME types of the formats with a place for credentials, by suffix."""
+PERTH_CHECKPOINT = "perth/perth_net/pretrained/implicit/perth_net_250000.pth.tar"
+INSTALL_HINT = 'pip install "myna[mark]"'
+UNMARKED_HINT = f"{INSTALL_HINT}, or speak without a watermark: --no-watermark (watermark=False)"
 KEY_FILE = "signing-key.pem"
 KEY_DAYS = 3650
 UNUSED_KEY_USAGES = (
@@ -49,6 +53,29 @@ class Credentials:
     def is_synthetic(self) -> bool:
         """Whether valid credentials say that a model made the file."""
         return self.state != "invalid" and SYNTHETIC in self.source_types
+
+
+def check_installed() -> None:
+    """Refuse to mark speech if a package for it is missing."""
+    perth_checkpoint()
+    if not credentials_installed():
+        raise OutputError("what is spoken is signed, and c2pa-python is not installed", hint=UNMARKED_HINT)
+
+
+def credentials_installed() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("c2pa", "cryptography"))
+
+
+def perth_checkpoint(hint: str = UNMARKED_HINT) -> Path:
+    """Return the file of the watermark's weights in the package resemble-perth, which is not imported. Missing weights
+    are an error with the `hint`."""
+    try:
+        file = Path(str(metadata.distribution("resemble-perth").locate_file(PERTH_CHECKPOINT)))
+    except metadata.PackageNotFoundError:
+        raise OutputError("the watermark needs resemble-perth, which is not installed", hint=hint) from None
+    if not file.is_file():
+        raise OutputError(f"resemble-perth is installed without its weights: {file} is missing", hint=hint)
+    return file
 
 
 def sign_audio(content: bytes, suffix: str, origin: SpeechOrigin) -> bytes | None:

@@ -10,10 +10,10 @@ import hashlib
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -88,13 +88,13 @@ class VoiceStore:
         check = checker.check_words(recording, name, language)
         with self._lock():
             self._check_room("consents")
-            id = _new_id("cons")
+            id = f"cons_{secrets.token_hex(12)}"
             with atomic_folder(self.folder / "consents" / id) as folder:
                 consent = Consent(
                     id=id,
                     name=name,
                     language=check.sentence.language,
-                    created_at=_now(),
+                    created_at=int(time.time()),
                     sentence=check.sentence.text,
                     recording=_copy(recording, folder, "consent", check.transcript),
                     checks={key: value for key, value in asdict(check).items() if key != "sentence"},
@@ -160,7 +160,7 @@ class VoiceStore:
         with self._lock():
             self._check_room("voices")
             self.check_new_name(name)
-            id = _new_id("voice")
+            id = f"voice_{secrets.token_hex(12)}"
             with atomic_folder(self.folder / "voices" / id) as folder:
                 pairs = enumerate(zip(recordings, texts, strict=True))
                 copies = tuple(_copy(recording, folder, f"recording-{n}", text) for n, (recording, text) in pairs)
@@ -169,7 +169,7 @@ class VoiceStore:
                     id=id,
                     name=name,
                     language=known.language,
-                    created_at=_now(),
+                    created_at=int(time.time()),
                     recordings=copies,
                     consent=known,
                     consent_file=held.file,
@@ -212,7 +212,7 @@ class VoiceStore:
         """Return the reference recording of a voice and its transcript. A file that was changed since is refused."""
         recording = voice.recordings[0]
         file = self.folder / "voices" / voice.id / recording.file
-        if not file.is_file() or _sha256(file.read_bytes()) != recording.sha256:
+        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != recording.sha256:
             raise DataError(
                 f"{file} is not the recording that was stored for {voice.name}",
                 hint=f"remove the voice and add it again: myna voice remove {voice.name!r}",
@@ -263,7 +263,7 @@ def _copy(recording: Path, folder: Path, stem: str, text: str) -> StoredRecordin
     content = recording.read_bytes()
     file = f"{stem}{sniff_suffix(content)}"
     (folder / file).write_bytes(content)
-    return StoredRecording(file=file, sha256=_sha256(content), text=text)
+    return StoredRecording(file=file, sha256=hashlib.sha256(content).hexdigest(), text=text)
 
 
 def _check_size(recording: Path) -> None:
@@ -272,15 +272,3 @@ def _check_size(recording: Path) -> None:
             f"{recording} has {recording.stat().st_size / 2**20:.1f} MiB, and at most {MAX_FILE_BYTES >> 20} are kept",
             hint=f"make it smaller: ffmpeg -i {recording} -ar 24000 -ac 1 -t 30 OUTPUT.flac",
         )
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}_{secrets.token_hex(12)}"
-
-
-def _now() -> int:
-    return int(datetime.now(UTC).timestamp())

@@ -1,40 +1,49 @@
-"""Watermark of speech: applied to a clip or, with the same bits, to streamed audio; and its detection."""
+"""Watermark of speech: applied to a clip or, with the same bits, to streamed audio; and its detection.
+
+The mark is that of PerTh, a neural watermark: the network of resemble-perth in plain torch, its weights read from that
+package. `inspect_file` looks for the mark, for content credentials, and for the file in the speech log of this machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from myna.audio.files import Samples, join_samples
-from myna.core.errors import AudioError
-from myna.provenance.perth import (
-    FRAME_REACH,
-    HOP_SECONDS,
-    MARK_NAME,
-    MARKED_BINS,
-    WINDOW_SECONDS,
-    levels_of,
-    load_perth,
-)
+from myna.audio.files import Samples, join_samples, read_audio
+from myna.core.errors import AudioError, OutputError
+from myna.core.io import file_sha256
+from myna.provenance.credentials import INSTALL_HINT, UNMARKED_HINT, Credentials, perth_checkpoint, read_credentials
+from myna.provenance.speech_log import read_log
 
-__all__ = [
-    "MARK_NAME",
-    "MARK_THRESHOLD",
-    "StreamWatermark",
-    "detect_spans",
-    "mark_streams",
-    "watermark",
-    "watermark_score",
-]
+MARK_NAME = "perth-implicit-1"
+"""Name of the watermark in logs, manifests and HTTP headers."""
+CHECKPOINT_SHA256 = "a15bce457ebc53ce5e6c9c3f11df78cf7ee2bf9cdab0a798902135b4c4027670"
 
+FFT_SAMPLES = 2048
+"""Samples of a spectrum at the network's own 32 kHz; spectra of other rates are scaled to it."""
+WINDOW_SECONDS, HOP_SECONDS = 0.064, 0.01
+MARKED_BINS = 128
+"""Number of spectral bins that carry the mark: those below 2 kHz."""
+MIN_MAGNITUDE, RANGE_DB = 1e-9, 195.0
+"""Smallest magnitude, and the decibels from -180 to 15 that become levels from 0 to 1."""
+FRAME_REACH = 15
+"""Frames on either side that a frame's mark depends on: five convolutions of seven taps."""
+MARK_LEVEL = 0.04
+"""Mean level from which a frame is marked: quieter ones are digital silence."""
+DETECT_LEVEL = 0.05
+"""Share of the loudest frame's mean level from which a frame counts in detection."""
+MIN_BAND_LEVEL = 0.5
+"""Mean level of the marked bins below which a clip cannot be judged: its low frequencies were cut. Speech has 0.8."""
 FIRST_BLOCKS = (5, 21, 53, 117)
 """Frames of 10 ms at which the first blocks end. They do not look ahead and end where the first windows of a codec end
 (2, 4, 8 and 16 frames of 40 ms), so that little audio is held back."""
@@ -42,10 +51,12 @@ WHOLE_BLOCK, MAX_BLOCK = 230, 128
 """Frame at which the first block with look-ahead ends, and frames of each block after it."""
 EARLY_HOPS = 2
 """Hops after its last frame up to which a block without look-ahead gives samples out."""
-MAX_STACKED = 64
-"""Maximum number of blocks computed in one call on a GPU."""
+STACKED_BLOCKS = {"cuda": 64}
+"""Maximum number of blocks computed in one call by type of device; one on the others."""
 MARK_THRESHOLD = 0.5
 """Score above which a clip counts as marked."""
+DETECTION_RATE = 24_000
+"""Hertz to which recordings are resampled; the mark lies below 2 kHz."""
 MIN_SAMPLE_RATE = 8_000
 SPAN_SECONDS = 10.0
 """Approximate length of the spans by which long recordings are judged."""
@@ -92,6 +103,54 @@ def detect_spans(samples: Samples, sample_rate: int, *, device: str = "cpu") -> 
             score = float(network.score(levels_of(spectra, window)[None])[0])
         spans.append(ScoredSpan(first / sample_rate, last / sample_rate, score))
     return spans
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """Marks found in a file."""
+
+    file: Path
+    seconds: float
+    score: float
+    """Score of the watermark in the whole file, 0 to 1."""
+    spans: tuple[ScoredSpan, ...]
+    """Scores of the parts of a long file."""
+    credentials: Credentials | None
+    logged: dict[str, Any] | None
+    """Line of this machine's speech log about exactly this file."""
+
+    @property
+    def marked(self) -> bool:
+        """Whether the watermark is in the file or in a part of it."""
+        return any(span.score > MARK_THRESHOLD for span in self.spans)
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the file is marked, or signed as speech of a model."""
+        return self.marked or (self.credentials is not None and self.credentials.is_synthetic)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "file": str(self.file),
+            "seconds": round(self.seconds, 3),
+            "marked": self.marked,
+            "watermark": MARK_NAME if self.marked else None,
+            "score": round(self.score, 4),
+            "spans": [[round(value, 4) for value in span] for span in self.spans],
+            "credentials": asdict(self.credentials) if self.credentials is not None else None,
+            "logged": self.logged,
+        }
+
+
+def inspect_file(file: Path, *, device: str = "cpu") -> Detection:
+    """Look for the watermark and the credentials in an audio file."""
+    perth_checkpoint(INSTALL_HINT)
+    samples = read_audio(file, sample_rate=DETECTION_RATE)
+    spans = detect_spans(samples, DETECTION_RATE, device=device)
+    found = file_sha256(file)
+    logged = next((row for row in read_log() if row.get("audio_sha256") == found), None)
+    seconds = len(samples) / DETECTION_RATE
+    return Detection(file, seconds, mean_score(spans), tuple(spans), read_credentials(file), logged)
 
 
 class StreamWatermark:
@@ -163,7 +222,8 @@ class StreamWatermark:
         count = end - self._given
         change = self._mark[:count] / self._weight[:count].clip(1e-6)
         if self._edge is not None:  # no step after samples that were given out early
-            change[:hop] += (self._edge - change[0]) * _fade(hop)[: len(change)]
+            fade = np.linspace(1, 0, hop, endpoint=False, dtype=np.float32)
+            change[:hop] += (self._edge - change[0]) * fade[: len(change)]
         self._edge = float(change[-1]) if block.is_early and not block.is_end else None
         place = self._given - self._start * hop
         marked: Samples = self._samples[place : place + count] + change
@@ -180,16 +240,12 @@ def mark_streams(streams: Sequence[StreamWatermark]) -> list[Samples]:
     On a CPU the samples of a stream have the same bits alone and beside others; on a GPU they differ by rounding."""
     blocks = [(stream, block) for stream in streams for block in stream._blocks()]
     parts: dict[int, list[Samples]] = {id(stream): [] for stream in streams}
-    size = _stack_size(blocks[0][0].device) if blocks else 1
+    size = STACKED_BLOCKS.get(blocks[0][0].device.type, 1) if blocks else 1
     for first in range(0, len(blocks), size):
         batch = blocks[first : first + size]
         for (stream, block), mark in zip(batch, _compute_marks(batch), strict=True):
             parts[id(stream)].append(stream._give_out(block, mark))
     return [join_samples(parts[id(stream)]) for stream in streams]
-
-
-def _stack_size(device: torch.device) -> int:
-    return MAX_STACKED if device.type == "cuda" else 1
 
 
 def _compute_marks(blocks: Sequence[tuple[StreamWatermark, _Block]]) -> list[Samples]:
@@ -206,7 +262,7 @@ def _compute_marks(blocks: Sequence[tuple[StreamWatermark, _Block]]) -> list[Sam
         row[: len(one)], row[len(one) :] = one, 0
     # For every block: its number of frames, and the range of those it does not share.
     spans = torch.tensor([[length, *span] for length, span in zip(lengths, own, strict=True)], pin_memory=on_gpu)
-    with _side_stream(device) if on_gpu else nullcontext(), torch.inference_mode():
+    with torch.cuda.stream(_cuda_stream(device)) if on_gpu else nullcontext(), torch.inference_mode():
         samples, spans = samples.to(device, non_blocking=True), spans.to(device, non_blocking=True)
         marks = _mark_frames(samples, spans, window, hop)
         marks = marks.to("cpu", non_blocking=True)
@@ -299,18 +355,90 @@ def _add(carried: Samples, samples: Samples, offset: int) -> Samples:
 
 
 @lru_cache(maxsize=8)
-def _fade(samples: int) -> Samples:
-    """Return a ramp from 1 to 0."""
-    return np.linspace(1, 0, samples, endpoint=False, dtype=np.float32)
-
-
-@contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
-    """Compute on the CUDA stream of the watermark, which does not wait for the model."""
-    with torch.cuda.stream(_cuda_stream(device)):
-        yield
-
-
-@lru_cache(maxsize=8)
 def _cuda_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the CUDA stream of the watermark, which does not wait for the model."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+class PerthNet(nn.Module):
+    """Encoder and detector of the watermark, on levels of shape (batch, bins, frames)."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.encoder = _layers(weights, "encoder.layers")
+        self.slow = _layers(weights, "decoder.slow_layers")
+        self.normal = _layers(weights, "decoder.normal_layers")
+        self.fast = _layers(weights, "decoder.fast_layers")
+
+    def gain(self, levels: Tensor, is_frame: Tensor | None = None) -> Tensor:
+        """Return the factors of the magnitudes that make the mark, shape (batch, marked bins, frames). `is_frame` of
+        shape (batch, 1, frames) tells the frames of shorter clips from the padding after them."""
+        is_marked = levels.mean(1, keepdim=True) > MARK_LEVEL
+        x = levels[:, :MARKED_BINS].transpose(1, 2)
+        # Convolutions as products, which take a third less time for so few frames.
+        for weight, bias, taps in self._encoder_matrices:
+            if is_frame is not None:  # a convolution reads zeros behind a clip, whatever its batch
+                x = x * is_frame.transpose(1, 2)
+            if taps > 1:
+                x = F.pad(x, (0, 0, taps // 2, taps // 2)).unfold(1, taps, 1).transpose(2, 3)
+            batch, frames = x.shape[:2]
+            x = torch.addmm(bias, x.reshape(batch * frames, -1), weight).view(batch, frames, -1)
+            if weight is not self._encoder_matrices[-1][0]:
+                x = F.leaky_relu(x)
+        change = x.transpose(1, 2) * is_marked
+        return torch.pow(10.0, change * (RANGE_DB / 20))
+
+    @cached_property
+    def _encoder_matrices(self) -> list[tuple[Tensor, Any, int]]:
+        """Weights (taps x inputs, outputs), biases and number of taps of the encoder's layers."""
+        layers = [layer for layer in self.encoder if isinstance(layer, nn.Conv1d)]
+        return [
+            (layer.weight.permute(2, 1, 0).flatten(0, 1).contiguous(), layer.bias, layer.weight.shape[2])
+            for layer in layers
+        ]
+
+    def score(self, levels: Tensor) -> Tensor:
+        """Score whether clips are marked, about 0 to 1, by three networks at different tempos; shape (batch,)."""
+        means = levels.mean(1, keepdim=True)
+        is_heard = (means > DETECT_LEVEL * means.amax(2, keepdim=True)).float()
+        frames, marks, weights = levels.shape[2], [], []
+        for layers, tempo in ((self.slow, 1.25), (self.normal, 1.0), (self.fast, 0.75)):
+            size = max(1, int(frames * tempo))
+            stretched = F.interpolate(levels[:, :MARKED_BINS], size=size, mode="linear", align_corners=True)
+            heard = F.interpolate(is_heard, size=size, mode="nearest")
+            output = (layers(stretched) * heard).sum(2) / heard.sum(2).clamp(min=1)
+            weights.append(output[:, 0])
+            marks.append(output[:, 1])
+        score = (torch.stack(marks, 1) * torch.stack(weights, 1).softmax(1)).sum(1).clamp(0, 1)
+        heard_levels = (levels[:, :MARKED_BINS].mean(1, keepdim=True) * is_heard).sum(2) / is_heard.sum(2).clamp(min=1)
+        return torch.where(heard_levels[:, 0] < MIN_BAND_LEVEL, 0.0, score)
+
+
+def levels_of(spectra: Tensor, window: int) -> Tensor:
+    """Return normalized levels of spectra of `window` samples."""
+    magnitudes = spectra.abs().mul(FFT_SAMPLES / window).clamp(min=MIN_MAGNITUDE)
+    return (20 * torch.log10(magnitudes) + 180) / RANGE_DB
+
+
+@lru_cache(maxsize=4)
+def load_perth(device: torch.device) -> PerthNet:
+    """Load the network onto a device; it is kept for the next call."""
+    file = perth_checkpoint()
+    found = file_sha256(file)  # checked since the file is a pickle
+    if found != CHECKPOINT_SHA256:
+        raise OutputError(
+            f"{file} is not the file that is known: its sha256 is {found}", hint=UNMARKED_HINT
+        )
+    weights = torch.load(file, map_location="cpu", weights_only=True, mmap=True)["model"]
+    return PerthNet(weights).to(device).eval().requires_grad_(False)
+
+
+def _layers(weights: Mapping[str, Tensor], prefix: str) -> nn.Sequential:
+    modules: list[nn.Module] = []
+    for number in range(7):
+        weight, bias = weights[f"{prefix}.{number}.conv.weight"], weights[f"{prefix}.{number}.conv.bias"]
+        outputs, inputs, taps = weight.shape
+        layer = nn.Conv1d(inputs, outputs, taps, padding=taps // 2)
+        layer.load_state_dict({"weight": weight, "bias": bias})
+        modules += [layer, nn.LeakyReLU()] if number < 6 else [layer]
+    return nn.Sequential(*modules)

@@ -26,7 +26,7 @@ from myna.audio.files import Samples, pcm16
 from myna.core.errors import ConfigError, MynaError, SpeakError
 from myna.data.codec import Codec
 from myna.data.conversation import AudioClip, Reference
-from myna.provenance import check_installed
+from myna.provenance.credentials import check_installed
 from myna.provenance.watermark import MARK_NAME, StreamWatermark
 from myna.serve import messages
 from myna.serve.messages import AudioPiece, EngineInfo, EngineMessage, EngineSettings, Failure, RequestEnd, RequestEvent

@@ -15,7 +15,7 @@ from myna.core.errors import SpeakError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER
 from myna.core.progress import ProgressCallback, silent
 from myna.models.ref import ModelRef, display_name
-from myna.provenance import check_installed
+from myna.provenance.credentials import check_installed
 from myna.provenance.speech_log import SpeechOrigin, check_log, log_speech, model_origin, new_id
 from myna.provenance.watermark import MARK_NAME, StreamWatermark, watermark
 from myna.speak.batch import SpeechPlan
