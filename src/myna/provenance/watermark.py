@@ -426,9 +426,7 @@ def load_perth(device: torch.device) -> PerthNet:
     file = perth_checkpoint()
     found = file_sha256(file)  # checked since the file is a pickle
     if found != CHECKPOINT_SHA256:
-        raise OutputError(
-            f"{file} is not the file that is known: its sha256 is {found}", hint=UNMARKED_HINT
-        )
+        raise OutputError(f"{file} is not the file that is known: its sha256 is {found}", hint=UNMARKED_HINT)
     weights = torch.load(file, map_location="cpu", weights_only=True, mmap=True)["model"]
     return PerthNet(weights).to(device).eval().requires_grad_(False)
 
