@@ -70,7 +70,7 @@ class RandomPhi4(Phi4):
 
     @classmethod
     def of(cls, tiny: bool, rng_device: torch.device) -> RandomPhi4:
-        config = tiny_config() if tiny else Phi4.builtin("phi-4-multimodal").config
+        config = tiny_config() if tiny else Phi4.builtin_config()
         family = cls("synthetic", config, None)
         family.rng_device = rng_device
         return family

@@ -75,7 +75,7 @@ class RandomHiggs(HiggsV2):
 
     @classmethod
     def of(cls, tiny: bool, rng_device: torch.device) -> RandomHiggs:
-        config = tiny_config() if tiny else HiggsV2.builtin("higgs-v2").config
+        config = tiny_config() if tiny else HiggsV2.builtin_config()
         family = cls("synthetic", config, None)
         family.rng_device = rng_device
         return family

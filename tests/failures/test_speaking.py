@@ -141,7 +141,7 @@ def test_speaking_has_the_prompt_that_training_rendered(engine: Engine, workspac
     assert prompt.ids.tolist() == trained.ids[: len(prompt)].tolist()
     assert prompt.codes.tolist() == trained.codes[: len(prompt.codes)].tolist()
     assert engine.family.show_token(int(prompt.ids[-1])) == "<|audio_out_bos|>"
-    assert trained.ids[len(prompt)] == engine.family.config.audio_token_id  # type: ignore[attr-defined]
+    assert trained.ids[len(prompt)] == engine.family.config.audio_token_id
 
 
 def test_another_prompt_loses_learned_lines(engine: Engine, workspace: Path) -> None:

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from transformers import HiggsAudioV2ForConditionalGeneration
 
 from myna.core.config import AdaptSettings
 from myna.core.errors import ConfigError
-from myna.models.higgs_v2.family import MODULES, builtin_config
+from myna.models import open_family
 from myna.models.lora import count_model
 
 TOTAL = 5_771_283_456
@@ -25,21 +22,8 @@ AUDIO_FFN = ("audio_mlp.gate_proj", "audio_mlp.up_proj", "audio_mlp.down_proj")
 ROOT = Path(__file__).parents[2]
 
 
-class TrueSize:
-    """Built-in model with the part of the interface that counting needs."""
-
-    source = "higgs-v2"
-    lora_targets = staticmethod(MODULES.lora_targets)
-    module_names = staticmethod(MODULES.module_names)
-
-    def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module:
-        with torch.device(device):
-            model: nn.Module = HiggsAudioV2ForConditionalGeneration(builtin_config(), use_text_head=text_head)
-        return model.to(dtype)
-
-
 def count(**settings: Any) -> dict[str, Any]:
-    return count_model(TrueSize(), AdaptSettings(**settings))
+    return count_model(open_family("higgs-v2"), AdaptSettings(**settings))
 
 
 def test_comprehensive_with_all_three_train_modules() -> None:

@@ -16,7 +16,7 @@ from myna.core.config import AdaptSettings
 from myna.core.errors import CheckpointError, ConfigError, OutputError
 from myna.models import merge as merge_module
 from myna.models import open_family
-from myna.models.higgs_v2.family import MODULES
+from myna.models.higgs_v2.family import MODULES, HiggsV2
 from myna.models.higgs_v2.tiny import save_tiny, tiny_config
 from myna.models.lora import load_adapter, merge_lora
 from myna.models.merge import extract_adapter, fit_lora
@@ -24,12 +24,7 @@ from myna.models.merge import extract_adapter, fit_lora
 CONFIG = tiny_config()
 
 
-class Tiny:
-    """Part of a family that adapters need."""
-
-    source = "someone/tiny-higgs"
-    lora_targets = staticmethod(MODULES.lora_targets)
-    module_names = staticmethod(MODULES.module_names)
+FAMILY = HiggsV2("someone/tiny-higgs", CONFIG, None)
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -69,7 +64,7 @@ def distance(one: nn.Module, other: nn.Module) -> float:
 def test_an_update_of_a_rank_is_recovered(rank: int, changes: dict[str, Any]) -> None:
     base = make_model()
     tuned = tuned_from(base, rank=4)
-    model, report = fit_lora(copy.deepcopy(base), tuned, Tiny(), settings(rank, **changes))
+    model, report = fit_lora(copy.deepcopy(base), tuned, FAMILY, settings(rank, **changes))
     assert isinstance(model, PeftModel)
     assert report.error < 1e-5 and max(report.modules.values()) < 1e-5
     assert set(report.modules) == set(MODULES.lora_targets(base, "comprehensive").adapted)
@@ -85,12 +80,12 @@ def test_the_error_falls_with_the_rank_as_far_as_the_singular_values_say() -> No
     errors, name = [], "model.layers.1.audio_mlp.up_proj"
     values = torch.linalg.svdvals(tuned.get_parameter(f"{name}.weight") - base.get_parameter(f"{name}.weight"))
     for rank in (1, 4, 16, 48):
-        _, report = fit_lora(copy.deepcopy(base), tuned, Tiny(), settings(rank))
+        _, report = fit_lora(copy.deepcopy(base), tuned, FAMILY, settings(rank))
         best = float(values[rank:].norm() / values.norm())
         assert report.modules[name] == pytest.approx(best, abs=1e-4), "no update of that rank is nearer"
         errors.append(report.error)
     assert errors == sorted(errors, reverse=True) and errors[0] > 0.9 and errors[-1] < 0.3
-    _, report = fit_lora(copy.deepcopy(base), tuned, Tiny(), settings(128))
+    _, report = fit_lora(copy.deepcopy(base), tuned, FAMILY, settings(128))
     assert report.error < 1e-5, "with all ranks there is nothing to miss"
 
 
@@ -111,12 +106,12 @@ def test_changes_outside_of_a_lora_are_copied_or_reported() -> None:
     base = make_model()
     others = ("audio_lm_head.weight", "model.layers.0.input_layernorm.weight")
     tuned = tuned_from(base, rank=2, others=others)
-    _, report = fit_lora(copy.deepcopy(base), tuned, Tiny(), settings(2))
+    _, report = fit_lora(copy.deepcopy(base), tuned, FAMILY, settings(2))
     assert report.left.keys() == set(others) and all(change > 0.01 for change in report.left.values())
     assert report.error > 0.01 and max(report.modules.values()) < 1e-5
 
     chosen = settings(2, train_modules=("audio_head", "norms"))
-    model, report = fit_lora(copy.deepcopy(base), tuned, Tiny(), chosen)
+    model, report = fit_lora(copy.deepcopy(base), tuned, FAMILY, chosen)
     assert report.left == {} and report.error < 1e-5
     assert "audio_lm_head" in report.copied and "model.norm" in report.copied
     assert distance(merge_lora(model), tuned) < 1e-5
@@ -124,7 +119,7 @@ def test_changes_outside_of_a_lora_are_copied_or_reported() -> None:
 
 def test_changes_outside_the_mode_are_reported() -> None:
     base = make_model()
-    _, report = fit_lora(copy.deepcopy(base), tuned_from(base, rank=2), Tiny(), settings(2, mode="attention_only"))
+    _, report = fit_lora(copy.deepcopy(base), tuned_from(base, rank=2), FAMILY, settings(2, mode="attention_only"))
     assert all("self_attn" in name for name in report.modules)
     assert len(report.left) == 2 * 6 and all("mlp" in name for name in report.left)
     assert 0.1 < report.error < 1
@@ -132,7 +127,7 @@ def test_changes_outside_the_mode_are_reported() -> None:
 
 def test_models_that_are_equal_have_nothing_to_extract() -> None:
     base = make_model()
-    model, report = fit_lora(copy.deepcopy(base), base, Tiny(), settings(2))
+    model, report = fit_lora(copy.deepcopy(base), base, FAMILY, settings(2))
     assert report.error == 0 and set(report.modules.values()) == {0.0}
     assert distance(merge_lora(model), base) == 0
 
@@ -140,7 +135,7 @@ def test_models_that_are_equal_have_nothing_to_extract() -> None:
 def test_half_precision_models_are_compared_in_full() -> None:
     base = make_model(torch.bfloat16)
     tuned = tuned_from(base, rank=None)
-    model, report = fit_lora(copy.deepcopy(base), tuned, Tiny(), settings(64))
+    model, report = fit_lora(copy.deepcopy(base), tuned, FAMILY, settings(64))
     assert report.error < 1e-5
     assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}
     assert distance(merge_lora(model).float(), tuned.float()) < 2e-3, "but for the last bit of bf16"
@@ -149,12 +144,12 @@ def test_half_precision_models_are_compared_in_full() -> None:
 def test_unsupported_extractions_are_refused() -> None:
     base = make_model()
     with pytest.raises(ConfigError, match=r"adapt\.dora"):
-        fit_lora(base, base, Tiny(), settings(2, dora=True))
+        fit_lora(base, base, FAMILY, settings(2, dora=True))
     with pytest.raises(ConfigError, match=r"adapt\.mode: full"):
-        fit_lora(base, base, Tiny(), settings(2, mode="full"))
+        fit_lora(base, base, FAMILY, settings(2, mode="full"))
     narrow: nn.Module = HiggsAudioV2ForConditionalGeneration(tiny_config(hidden=32), use_text_head=False)
     with pytest.raises(CheckpointError, match=r"not of one shape: .* is \(\d+, 64\) and \(\d+, 32\)"):
-        fit_lora(base, narrow, Tiny(), settings(2))
+        fit_lora(base, narrow, FAMILY, settings(2))
 
 
 # From folder to folder

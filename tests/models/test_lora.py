@@ -17,7 +17,7 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 from myna.core.config import AdaptSettings
 from myna.core.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from myna.models import lora
-from myna.models.higgs_v2.family import MODULES
+from myna.models.higgs_v2.family import MODULES, HiggsV2
 from myna.models.higgs_v2.tiny import tiny_config
 from myna.models.lora import count_parameters, load_adapter, make_trainable, merge_lora, save_adapter
 
@@ -33,12 +33,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class Tiny:
-    """Part of a family that adapters need."""
-
-    source = "someone/tiny-higgs"
-    lora_targets = staticmethod(MODULES.lora_targets)
-    module_names = staticmethod(MODULES.module_names)
+FAMILY = HiggsV2("someone/tiny-higgs", CONFIG, None)
 
 
 def make_model(*, text_head: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
@@ -91,7 +86,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def adapted(kind: str, *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    return make_trainable(make_model(dtype=dtype), Tiny(), AdaptSettings(rank=4, **KINDS[kind]))
+    return make_trainable(make_model(dtype=dtype), FAMILY, AdaptSettings(rank=4, **KINDS[kind]))
 
 
 @every_kind
@@ -165,7 +160,7 @@ def test_trainables_are_fp32_on_a_half_precision_base(kind: str, dtype: torch.dt
 
 def test_full_training_is_fp32_but_for_what_is_frozen() -> None:
     settings = AdaptSettings(mode="full", freeze=("text_embedding", "text_ffn"))
-    model = make_trainable(make_model(dtype=torch.bfloat16), Tiny(), settings)
+    model = make_trainable(make_model(dtype=torch.bfloat16), FAMILY, settings)
     assert type(model) is HiggsAudioV2ForConditionalGeneration
     for name, parameter in model.named_parameters():
         frozen = "embed_tokens" in name or ".mlp." in name
@@ -175,7 +170,7 @@ def test_full_training_is_fp32_but_for_what_is_frozen() -> None:
 
 def test_full_training_steps() -> None:
     model = make_trainable(
-        make_model(text_head=False), Tiny(), AdaptSettings(mode="full", freeze=("norms", "text_head"))
+        make_model(text_head=False), FAMILY, AdaptSettings(mode="full", freeze=("norms", "text_head"))
     )
     before = logits_of(model)
     assert not torch.equal(logits_of(train(model)), before)
@@ -260,36 +255,36 @@ def test_an_unknown_part_is_refused_with_the_nearest(key: str) -> None:
         {"mode": "full" if key == "freeze" else "attention_only", key: ["audio_hed"]}
     )
     with pytest.raises(ConfigError) as caught:
-        make_trainable(make_model(), Tiny(), settings)
+        make_trainable(make_model(), FAMILY, settings)
     assert f"`adapt.{key}`" in caught.value.what
     assert "`audio_head`" in caught.value.hint
 
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
     with pytest.raises(ConfigError, match=r"known: text_embedding, .*audio_head"):
-        make_trainable(make_model(), Tiny(), AdaptSettings(train_modules=("zzz",)))
+        make_trainable(make_model(), FAMILY, AdaptSettings(train_modules=("zzz",)))
 
 
 def test_a_text_head_that_was_not_loaded_cannot_be_trained() -> None:
     with pytest.raises(ConfigError, match=r"loss\.text_weight above 0"):
-        make_trainable(make_model(text_head=False), Tiny(), AdaptSettings(train_modules=("text_head",)))
+        make_trainable(make_model(text_head=False), FAMILY, AdaptSettings(train_modules=("text_head",)))
 
 
 def test_a_part_is_trained_in_full_or_with_a_lora() -> None:
     with pytest.raises(ConfigError, match=r"`model\.layers\.0\.self_attn\.q_proj`"):
-        make_trainable(make_model(), Tiny(), AdaptSettings(mode="attention_only", train_modules=("attention",)))
+        make_trainable(make_model(), FAMILY, AdaptSettings(mode="attention_only", train_modules=("attention",)))
 
 
 def test_freezing_everything_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing to train"):
         make_trainable(
-            make_model(), Tiny(), AdaptSettings(mode="full", freeze=tuple(MODULES.module_names(make_model())))
+            make_model(), FAMILY, AdaptSettings(mode="full", freeze=tuple(MODULES.module_names(make_model())))
         )
 
 
 def test_a_target_without_a_layer_is_refused() -> None:
     with pytest.raises(ModelError, match=r"`self_attn\.q_proj`"):
-        make_trainable(make_model(), Tiny(), AdaptSettings(mode="custom", targets=("self_attn.q_porj",)))
+        make_trainable(make_model(), FAMILY, AdaptSettings(mode="custom", targets=("self_attn.q_porj",)))
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "lora_with_heads", "dora_with_heads"])
@@ -335,7 +330,7 @@ def test_weights_that_do_not_fit_are_refused(change: Any, said: str, tmp_path: P
 
 
 def test_an_adapter_with_a_text_head_needs_one(tmp_path: Path) -> None:
-    model = make_trainable(make_model(), Tiny(), AdaptSettings(train_modules=("text_head",)))
+    model = make_trainable(make_model(), FAMILY, AdaptSettings(train_modules=("text_head",)))
     save_adapter(model, tmp_path)
     with pytest.raises(CheckpointError, match="text_lm_head"):
         load_adapter(make_model(text_head=False), tmp_path)

@@ -16,7 +16,7 @@ from torch import nn
 
 from myna.core.config import AdaptSettings
 from myna.core.errors import ConfigError
-from myna.models.higgs_v2.family import HiggsV2
+from myna.models.higgs_v2.family import HiggsV2, builtin_config
 from myna.models.higgs_v2.tiny import tiny_config
 from myna.models.lora import adapter_state_dict, count_parameters, frozen_linear_names, make_trainable
 from myna.models.quantized import (
@@ -358,7 +358,7 @@ def test_weights_are_moved_and_freed_one_at_a_time(family: HiggsV2, monkeypatch:
 
 
 def test_memory_of_the_true_model_in_nf4() -> None:
-    family = HiggsV2.builtin("higgs-v2")
+    family = HiggsV2("higgs-v2", builtin_config(), None)
     taken = {}
     for kind in ("none", *QUANTIZED_LINEARS):
         model = family.load_model(dtype=torch.bfloat16, device="meta", text_head=False)

@@ -144,7 +144,7 @@ def test_dropout_is_off(engine: Engine) -> None:
 @contextmanager
 def determined(engine: Engine, code: int, from_step: int = 0) -> Iterator[None]:
     """A model whose codebook 0 says `code` from a certain step on."""
-    config: Any = engine.family.config  # type: ignore[attr-defined]
+    config: Any = engine.family.config
     bias = torch.zeros(config.num_codebooks * config.codebook_size)
     bias[code] = 1e6
     calls = iter(range(10_000))

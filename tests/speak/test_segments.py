@@ -53,7 +53,7 @@ def conversations(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Conve
 @contextmanager
 def ending(engine: Engine, *steps: int) -> Iterator[None]:
     """A model that ends its speech at these steps, counted from the first."""
-    config: Any = engine.family.config  # type: ignore[attr-defined]
+    config: Any = engine.family.config
     bias = torch.zeros(config.num_codebooks * config.codebook_size)
     bias[END] = 1e6
     calls = iter(range(100_000))

@@ -73,7 +73,8 @@ def open_family(source: str, *, revision: str | None = None, codec: str | None =
     family: Family
     if folder is None:
         [registered] = [one for one in FAMILIES if source in one.builtin_names]
-        family = registered.load().builtin(source)
+        opened = registered.load()
+        family = opened(source, opened.builtin_config(), None)
         return family
     model_type = _model_type(folder)
     for registered in FAMILIES:
@@ -96,8 +97,7 @@ def open_codec(source: str | Path, *, revision: str | None = None, device: torch
         settings = None  # the codec's class reports what is wrong
     name = settings.get("model_type") if isinstance(settings, dict) else None
     module, class_name = CODECS.get(str(name), DEFAULT_CODEC)
-    codec: Codec = getattr(import_module(module), class_name).open(folder, device=device)
-    return codec
+    return getattr(import_module(module), class_name).open(folder, device=device)  # type: ignore[no-any-return]
 
 
 def convert_checkpoint(source: Path, out: Path, layout: str) -> None:

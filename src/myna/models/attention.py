@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def packed_causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...]
-) -> torch.Tensor:
+def packed_causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Attend causally inside each sequence, one call each: exact on every device, without a quadratic mask."""
     k, v = _repeat_heads(q, k, v)
     attended = []
@@ -20,9 +19,7 @@ def packed_causal_attention(
     return torch.cat(attended)
 
 
-def padded_causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, lengths: tuple[int, ...]
-) -> torch.Tensor:
+def padded_causal_attention(q: Tensor, k: Tensor, v: Tensor, places: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Compute `packed_causal_attention` in one call, which is faster for many short sequences. `places` are the
     positions in the batch padded to the longest sequence. Padding follows the end of a sequence, so the causal mask
     hides it. If most of the batch would be padding, sequences go one by one."""
@@ -39,7 +36,7 @@ def padded_causal_attention(
     return attended.transpose(1, 2).flatten(0, 1)[places]
 
 
-def _repeat_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat shared heads in half precision on CUDA: older GPUs have no fused kernel for them and compute all pairs."""
     if not q.is_cuda or q.dtype == torch.float32:
         return k, v
@@ -55,16 +52,16 @@ class KVCache:
     def __init__(self, layers: int, lengths: tuple[int, ...]) -> None:
         self.lengths, self._rows = torch.tensor(lengths), torch.arange(len(lengths))
         self._mask = torch.empty(0, dtype=torch.bool)
-        self.keys: list[torch.Tensor] = [torch.empty(0)] * layers
-        self.values: list[torch.Tensor] = [torch.empty(0)] * layers
+        self.keys: list[Tensor] = [torch.empty(0)] * layers
+        self.values: list[Tensor] = [torch.empty(0)] * layers
 
-    def prefill(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def prefill(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the packed prompts: (positions, heads, size)."""
         lengths = self.lengths.tolist()
         for store, x in ((self.keys, k), (self.values, v)):
             store[layer] = torch.nn.utils.rnn.pad_sequence(list(torch.split(x, lengths)), batch_first=True)
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Add one position per prompt; returns keys, values and their mask. Layers come in order and share the mask."""
         if layer == 0:
             if int(self.lengths.max()) >= self.keys[0].shape[1]:
@@ -76,7 +73,7 @@ class KVCache:
         return self.keys[layer], self.values[layer], self._mask
 
     @staticmethod
-    def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """Attend with one query per prompt, (prompts, heads, head size), to the result of `append`."""
         q, k, v, mask = q.unsqueeze(2), keys.transpose(1, 2), values.transpose(1, 2), mask[:, None, None]
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

@@ -11,8 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,10 @@ from torch import nn
 from myna.core.errors import ModelError
 from myna.data.codec import Codec, Encoder
 from myna.data.conversation import Conversation
+from myna.models.files import load_tokenizer
+
+if TYPE_CHECKING:
+    from myna.models.family_parts import ModulePatterns, PromptRenderer
 
 IGNORE_INDEX = -100
 """Label of a position that is not supervised; torch's default."""
@@ -171,13 +176,31 @@ class TransformersGeneration(NamedTuple):
 
 
 class Family(ABC):
-    """Model architecture, as far as training has to know it."""
+    """Checkpoint of a model architecture, as far as training has to know it. Without a folder it is a configuration for
+    counting and planning."""
 
     name: str
-    source: str
-    """Hub name, folder or built-in name, as the user typed it."""
-    folder: Path | None
-    """Folder of the checkpoint; None for a built-in configuration."""
+    checkpoint: ClassVar[Any]
+    """`checkpoint` module of the family."""
+    modules: ClassVar[ModulePatterns]
+    builtin_config: ClassVar[Any]
+    """Function that returns the configuration of the released model."""
+    objective_type: ClassVar[Any]
+    """Class of the training objective, which takes the settings of `objective`."""
+
+    def __init__(self, source: str, config: Any, folder: Path | None, codec: str | None = None) -> None:
+        self.source, self.config, self.folder, self._codec = source, config, folder, codec
+
+    @classmethod
+    def open(cls, source: str, folder: Path, codec: str | None = None) -> Self:
+        family = cls(source, cls.checkpoint.read_config(folder), folder, codec)
+        cls.checkpoint.check_tokenizer(family.config, family.tokenizer)
+        return family
+
+    @property
+    @abstractmethod
+    def renderer(self) -> PromptRenderer:
+        """Renderer of conversations to token ids."""
 
     @property
     @abstractmethod
@@ -190,27 +213,29 @@ class Family(ABC):
         """Loss of a uniform guess, by term of the loss."""
 
     @property
-    @abstractmethod
     def prompt_revision(self) -> str:
         """Hash that changes whenever a conversation would be rendered to other ids."""
+        return self.renderer.revision
 
-    @property
-    @abstractmethod
+    @cached_property
     def tokenizer(self) -> Any:
         """Tokenizer of the checkpoint, as transformers loads it."""
+        return load_tokenizer(self._require_folder())
 
     @property
-    @abstractmethod
     def has_weights(self) -> bool:
         """Whether there are weights to load; a built-in configuration has none."""
+        return self.folder is not None
 
-    @abstractmethod
     def check_weights(self) -> str:
         """Check names and shapes of all tensors without reading one, and return a summary for the user."""
+        return str(self.checkpoint.check_weights(self._require_folder(), self.config))
 
-    @abstractmethod
     def load_model(self, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool) -> nn.Module:
         """Load the weights, checked key by key. `dtype` None keeps stored types; device `meta` gives shapes alone."""
+        folder = Path() if torch.device(device).type == "meta" else self._require_folder()
+        load: Callable[..., nn.Module] = self.checkpoint.load_weights
+        return load(folder, self.config, dtype=dtype, device=device, text_head=text_head)
 
     @abstractmethod
     def accepts_codes(self, codebooks: int, codebook_size: int, frame_rate: float) -> bool:
@@ -225,64 +250,55 @@ class Family(ABC):
     def load_encoder(self, *, device: torch.device | str = "cpu") -> Encoder:
         """Load the audio encoder of `myna prepare`: the codec, or the feature extractor of an answering family."""
 
-    @abstractmethod
-    def render(
-        self, conversation: Conversation, *, supervise_text: bool = False, supervise_references: bool = False
-    ) -> RenderedSequence:
-        """Render a conversation, for training and for inference alike."""
+    def render(self, conversation: Conversation, **supervise: bool) -> RenderedSequence:
+        """Render a conversation, for training and for inference alike. `supervise_text` and `supervise_references` say
+        what is learned beside the target."""
+        return self.renderer.render(conversation, **supervise)
 
-    @property
-    @abstractmethod
+    @cached_property
     def text_revision(self) -> str:
         """Hash that changes whenever a text may have another number of tokens."""
+        return self.renderer.text_revision
 
-    @abstractmethod
     def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
         """Count the tokens of each text as a part of a turn. A text that cannot be rendered is refused by its key."""
+        return self.renderer.count_tokens(texts)
 
     def positions(self, frames: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return the positions that clips of these numbers of frames take, without the constant part of every clip."""
         return frames
 
-    @abstractmethod
     def length(self, conversation: Conversation) -> int:
         """Return `len(render(conversation))` without rendering."""
+        return self.renderer.length(conversation)
 
-    @abstractmethod
     def show_token(self, id: int) -> str:
         """Return a token as readable text."""
+        return str(self.tokenizer.decode([id]))
 
     @abstractmethod
     def collate(self, sequences: Sequence[RenderedSequence], *, offset: int = 1) -> Batch:
         """Pack sequences, none attending to another. Position t learns the label of t + `offset`, which only a test
         changes."""
 
-    @abstractmethod
-    def objective(
-        self,
-        model: nn.Module,
-        *,
-        label_smoothing: float = 0.0,
-        recompute: int = 0,
-        fused_lora: bool = False,
-        compiled: bool = False,
-    ) -> nn.Module:
+    def objective(self, model: nn.Module, **settings: Any) -> nn.Module:
         """Build the module that maps a `Batch` to `LossSums`, with the weights as its `model`. DDP and FSDP wrap it.
-        The backward pass recomputes the activations of the first `recompute` layers; the module has this number as an
-        attribute that can be changed. `fused_lora` may rearrange frozen weights, and layers that are not fused may be
-        `compiled`; results stay the same. The module's `fused` says whether its layers are fused."""
+        Settings are `label_smoothing`; `recompute`, the number of first layers whose activations the backward pass
+        recomputes, an attribute that can be changed; `fused_lora`, which may rearrange frozen weights; and `compiled`,
+        for layers that are not fused. Results stay the same. The module's `fused` says whether its layers are fused."""
+        return self.objective_type(model, **settings)  # type: ignore[no-any-return]
 
-    @abstractmethod
-    def layers(self, objective: nn.Module) -> Sequence[nn.Module]:
+    def layers(self, objective: Any) -> Sequence[nn.Module]:
         """Return the decoder layers of an objective, as modules that can be compiled or sharded."""
+        return list(objective.layers)
 
-    @abstractmethod
-    def lora_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets: ...
+    def lora_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets:
+        return self.modules.lora_targets(get_base_model(model), mode, custom)
 
-    @abstractmethod
     def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         """Map short names for `train_modules` and `freeze` to full module names: one for `audio_head`, one per layer
         for `attention`. Together they cover every parameter once; a part that was not loaded has no names."""
+        return self.modules.module_names(get_base_model(model))
 
     @property
     @abstractmethod
@@ -307,6 +323,13 @@ class Family(ABC):
     ) -> Mapping[str, torch.Tensor]:
         """Write weights, configuration, tokenizer and a copy of the codec; returns the tensors by the names in the
         files."""
+
+    def _require_folder(self) -> Path:
+        if self.folder is None:
+            raise ModelError(
+                f"{self.source} is a configuration without weights", hint="name a checkpoint: a folder or a hub name"
+            )
+        return self.folder
 
 
 class SpeakingFamily(Family):

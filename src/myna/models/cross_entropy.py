@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from myna.core.device import supports_triton
 from myna.models.base import IGNORE_INDEX
@@ -17,9 +18,7 @@ CHUNK_LOGITS = 2**24
 """Logits that are converted to fp32 at a time without the kernel."""
 
 
-def cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy of each row in fp32 and whether its target is ranked first, for (rows, classes) and
     (rows,). The logits are overwritten and must not be used afterwards. Rows whose target is `IGNORE_INDEX` have loss
     0."""
@@ -28,9 +27,7 @@ def cross_entropy(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, smoothing: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
         needs_grad = ctx.needs_input_grad[0]
         if supports_triton(logits):
             from myna.models.cross_entropy_kernel import cross_entropy_in_place
@@ -44,14 +41,12 @@ class _CrossEntropy(torch.autograd.Function):
         return losses, hits
 
     @staticmethod
-    def backward(ctx: Any, d_losses: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, d_losses: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * d_losses[:, None].to(gradient.dtype), None, None
 
 
-def _in_chunks(
-    logits: torch.Tensor, targets: torch.Tensor, smoothing: float, needs_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_chunks(logits: Tensor, targets: Tensor, smoothing: float, needs_grad: bool) -> tuple[Tensor, Tensor]:
     classes = logits.shape[1]
     losses, hits = logits.new_empty(len(logits), dtype=torch.float32), targets.new_empty(len(logits), dtype=torch.bool)
     for start in range(0, len(logits), max(1, CHUNK_LOGITS // classes)):

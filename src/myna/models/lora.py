@@ -7,10 +7,10 @@ import difflib
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -24,26 +24,11 @@ from myna.core.config import AdaptSettings, Quantization
 from myna.core.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from myna.core.io import atomic_write
 from myna.models import files
-from myna.models.base import LoraMatrices, LoraTargets
+from myna.models.base import Family, LoraMatrices
 from myna.models.quantized import QUANTIZED_LINEARS, quantized_linears
 
 _ADAPTER = "default"
 """PEFT's name of the only adapter; it is not written to the file."""
-
-
-class SupportsLora(Protocol):
-    """Part of the `Family` interface that adapters need."""
-
-    @property
-    def source(self) -> str: ...
-    def lora_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets: ...
-    def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]: ...
-
-
-class SupportsBaseModel(SupportsLora, Protocol):
-    """Part of the `Family` interface that reading a base model needs."""
-
-    def load_model(self, *, dtype: torch.dtype, device: torch.device | str, text_head: bool) -> nn.Module: ...
 
 
 class ParameterCounts(NamedTuple):
@@ -57,7 +42,7 @@ class ParameterCounts(NamedTuple):
 
 
 def make_trainable(
-    model: nn.Module, family: SupportsLora, settings: AdaptSettings, dtype: torch.dtype | None = torch.float32
+    model: nn.Module, family: Family, settings: AdaptSettings, dtype: torch.dtype | None = torch.float32
 ) -> nn.Module:
     """Set up LoRA on the frozen model, or its own parameters with `adapt.mode: full`, as the settings say. Trainable
     parameters become `dtype`; None keeps their types. Changes the model in place, on the meta device too."""
@@ -65,7 +50,7 @@ def make_trainable(
     return trainable if dtype is None else cast_trainable(trainable, dtype)
 
 
-def _enable_full(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -> nn.Module:
+def _enable_full(model: nn.Module, family: Family, settings: AdaptSettings) -> nn.Module:
     model.requires_grad_(True)
     for name in resolve_module_names(family, model, settings.freeze, "adapt.freeze"):
         model.get_submodule(name).requires_grad_(False)
@@ -74,7 +59,7 @@ def _enable_full(model: nn.Module, family: SupportsLora, settings: AdaptSettings
     return model
 
 
-def _add_lora(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -> nn.Module:
+def _add_lora(model: nn.Module, family: Family, settings: AdaptSettings) -> nn.Module:
     trained = resolve_module_names(family, model, settings.train_modules, "adapt.train_modules")
     targets = family.lora_targets(model, settings.mode, settings.targets)
     if not targets.adapted:
@@ -107,14 +92,14 @@ def _add_lora(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -
     return wrapped
 
 
-def frozen_linear_names(model: nn.Module, family: SupportsLora, settings: AdaptSettings) -> list[str]:
+def frozen_linear_names(model: nn.Module, family: Family, settings: AdaptSettings) -> list[str]:
     """Return the full names of linear layers whose own weights stay frozen, heads excluded. These can be quantized."""
     trained = resolve_module_names(family, model, settings.train_modules, "adapt.train_modules")
     layers = family.lora_targets(model, "comprehensive").adapted
     return [name for name in layers if not any(f"{name}.".startswith(f"{module}.") for module in trained)]
 
 
-def resolve_module_names(family: SupportsLora, model: nn.Module, short_names: Iterable[str], setting: str) -> list[str]:
+def resolve_module_names(family: Family, model: nn.Module, short_names: Iterable[str], setting: str) -> list[str]:
     """Map short names (`audio_head`) to full module names. `setting` is named in the error for a wrong one."""
     modules = family.module_names(model)
     full_names: list[str] = []
@@ -154,8 +139,7 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
 def adapter_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of an adapter by the names PEFT saves them under."""
     # Not "auto", which would look up the base model's vocabulary on the hub.
-    tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return tensors
+    return get_peft_model_state_dict(model, save_embedding_layers=False)  # type: ignore[no-any-return]
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
@@ -198,7 +182,7 @@ def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> 
     return wrapped.eval()
 
 
-def read_lora_matrices(family: SupportsBaseModel, folder: Path) -> LoraMatrices:
+def read_lora_matrices(family: Family, folder: Path) -> LoraMatrices:
     """Read the matrices of a saved adapter, for batches with several adapters; the model itself need not be loaded."""
     config, tensors = _read_adapter(folder)
     hint = f"merge it first: myna merge {folder} --out MODEL, and speak with MODEL"
@@ -288,7 +272,7 @@ def _merge_layer(layer: Any) -> None:
         parameter.data = parameter.data.to(types[name])
 
 
-def trains_text_head(folder: Path, family: SupportsBaseModel) -> bool:
+def trains_text_head(folder: Path, family: Family) -> bool:
     """Return whether an adapter has tensors of the text head, which is not loaded otherwise."""
     files.require_adapter_files(folder)
     model = family.load_model(dtype=torch.float32, device="meta", text_head=True)
@@ -299,7 +283,7 @@ def trains_text_head(folder: Path, family: SupportsBaseModel) -> bool:
 
 def base_model_hash(
     model: nn.Module,
-    family: SupportsBaseModel,
+    family: Family,
     adapter: Path,
     *,
     dtype: torch.dtype,
@@ -383,7 +367,7 @@ def _has_effect(layer: Any) -> bool:
     return not torch.allclose(magnitude, norm, rtol=2 * torch.finfo(weight.dtype).eps)
 
 
-def count_model(family: SupportsBaseModel, settings: AdaptSettings) -> dict[str, Any]:
+def count_model(family: Family, settings: AdaptSettings) -> dict[str, Any]:
     """Count total, trainable and LoRA parameters, on the meta device and with the text head; shares are 0 to 1."""
     model = family.load_model(dtype=torch.bfloat16, device="meta", text_head=True)
     if settings.mode == "full":

@@ -137,8 +137,7 @@ class MelSpectrogram(nn.Module):
         spectra = torch.fft.rfft(frames * self.window)
         # The gradient of `abs` is NaN in digital silence.
         magnitudes = (spectra.real.square() + spectra.imag.square() + 1e-14).sqrt()
-        mels: torch.Tensor = magnitudes @ self.filters
-        return mels
+        return magnitudes @ self.filters  # type: ignore[no-any-return]
 
 
 def mel_filters(sample_rate: int, window: int, bins: int) -> torch.Tensor:
@@ -170,8 +169,7 @@ class MelEncoder(nn.Module):
     def forward(self, mels: torch.Tensor) -> torch.Tensor:
         x = self.fine(self.enter(mels))
         x = self.coarse(self.gather(x.reshape(len(x), x.shape[1] // self.subframes, -1)))
-        latent: torch.Tensor = self.leave(self.norm(x))
-        return latent
+        return self.leave(self.norm(x))  # type: ignore[no-any-return]
 
 
 class ResidualVectorQuantizer(nn.Module):
@@ -270,8 +268,7 @@ class MelCodecNetwork(nn.Module):
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Decode codes (clips, frames, codebooks) to samples (clips, frames * hop)."""
-        waves: torch.Tensor = self.decoder(self.quantiser.decode(codes))
-        return waves
+        return self.decoder(self.quantiser.decode(codes))  # type: ignore[no-any-return]
 
 
 def _blocks(count: int, width: int, config: MelCodecConfig) -> nn.Sequential:
@@ -313,8 +310,7 @@ class MelCodec:
         with codecs.full_precision(self._device):
             waves = torch.from_numpy(np.ascontiguousarray(clips, dtype=np.float32)).to(self._device)
             codes = torch.cat([self._network.encode(wave[None]) for wave in waves])
-        stacked: npt.NDArray[np.uint16] = codes.cpu().numpy().astype(np.uint16)
-        return stacked
+        return codes.cpu().numpy().astype(np.uint16)
 
     def encode_batches(
         self, clips: Sequence[Samples], batch_seconds: float, _: NotifyCallback
@@ -339,8 +335,7 @@ class MelCodec:
         with codecs.full_precision(self._device):
             ids = torch.from_numpy(codes.astype(np.int64)).to(self._device)
             wave = self._network.decode(ids[None])[0]
-        samples: Samples = wave.clamp(-1, 1).cpu().numpy()
-        return samples
+        return wave.clamp(-1, 1).cpu().numpy()
 
 
 def save_mel_codec(network: MelCodecNetwork, folder: Path) -> None:

@@ -24,7 +24,7 @@ from myna.core.errors import CheckpointError, ConfigError, ModelError
 from myna.core.io import atomic_folder, check_new_folder
 from myna.models import files, open_family
 from myna.models.base import Family, get_base_model
-from myna.models.lora import SupportsLora, make_trainable, merge_lora, resolve_module_names, save_adapter, scale_adapter
+from myna.models.lora import make_trainable, merge_lora, resolve_module_names, save_adapter, scale_adapter
 
 LOGIT_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference between the logits of a merged model and those of the adapter, as a share of the largest logit, by
@@ -194,7 +194,7 @@ def extract_adapter(
 
 @torch.no_grad()
 def fit_lora(
-    base: nn.Module, tuned: nn.Module, family: SupportsLora, settings: AdaptSettings
+    base: nn.Module, tuned: nn.Module, family: Family, settings: AdaptSettings
 ) -> tuple[nn.Module, ExtractionReport]:
     """Return the base with a LoRA that approximates the tuned model."""
     if settings.mode == "full" or settings.dora:
@@ -260,7 +260,7 @@ def _low_rank_factors(delta: torch.Tensor, rank: int) -> tuple[torch.Tensor, tor
     return left[:, :rank] * roots, roots[:, None] * right[:rank]
 
 
-def _changed_parts(base: nn.Module, tuned: nn.Module, family: SupportsLora, settings: AdaptSettings) -> list[str]:
+def _changed_parts(base: nn.Module, tuned: nn.Module, family: Family, settings: AdaptSettings) -> list[str]:
     """Return the short names of the parts that changed and get no LoRA."""
     before, after = _matching_parameters(base, tuned)
     changed = [name for name in before if not torch.equal(before[name], after[name])]

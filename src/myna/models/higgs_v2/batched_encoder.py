@@ -222,8 +222,7 @@ class AcousticEncoder(nn.Module):
         for number, block in enumerate(blocks, start=1):
             x, activated = block(x, activated, ends, alphas[number], keep=number < len(blocks))
             ends = block.down.length(ends)
-        out: Tensor = self.last(activated, ends)
-        return out
+        return self.last(activated, ends)  # type: ignore[no-any-return]
 
 
 class HubertLayer(nn.Module):
@@ -278,8 +277,7 @@ class HubertEncoder(nn.Module):
         for layer in self.layers:
             x = layer(x, ends, mask)
             total = total + x
-        mean: Tensor = total / (len(self.layers) + 1)
-        return mean
+        return total / (len(self.layers) + 1)  # type: ignore[no-any-return]
 
 
 class SemanticEncoder(nn.Module):
@@ -332,8 +330,7 @@ class BatchedEncoder(nn.Module):
         waves = torch.where(valid_mask(waves[..., None], ends)[..., 0], waves, 0.0)
         acoustic = self.acoustic(waves, ends)
         semantic = self.encode_semantic(self.semantic_waves(waves, frames), frames, mixed)
-        out: Tensor = self.join(torch.cat([acoustic, semantic], -1), frames)
-        return out
+        return self.join(torch.cat([acoustic, semantic], -1), frames)  # type: ignore[no-any-return]
 
     def semantic_waves(self, waves: Tensor, frames: Tensor) -> Tensor:
         """Resample the waves to HuBERT's rate, with the padding that the codec gives them."""
@@ -343,8 +340,7 @@ class BatchedEncoder(nn.Module):
 
     def encode_semantic(self, slow: Tensor, frames: Tensor, mixed: bool) -> Tensor:
         hidden = self.hubert(slow, self._slow_ends(frames) + 320, mixed)
-        out: Tensor = self.semantic(hidden[:, :: self.downsampling].contiguous(), frames)
-        return out
+        return self.semantic(hidden[:, :: self.downsampling].contiguous(), frames)  # type: ignore[no-any-return]
 
     def _slow_ends(self, frames: Tensor) -> Tensor:
         own, slow = self.rates
@@ -369,9 +365,7 @@ def unsupported_reason(model: Any) -> str | None:
 class BatchedCodec:
     """Batched encoder with the codec's own quantizer."""
 
-    def __init__(
-        self, model: Any, device: torch.device, resample: Callable[[torch.Tensor, int, int], torch.Tensor]
-    ) -> None:
+    def __init__(self, model: Any, device: torch.device, resample: Callable[[Tensor, int, int], Tensor]) -> None:
         self._model, self._device = model, device
         self._encoder = BatchedEncoder(model, resample).eval()
         self._hop, self._rate = self._encoder.hop, self._encoder.rates[0]

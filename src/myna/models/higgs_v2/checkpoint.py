@@ -279,8 +279,7 @@ def save_checkpoint(
 def parse_layout(name: str) -> Layout:
     if name not in get_args(Layout):
         raise ModelError(f"there is no layout {name}", hint=f"choose one of: {', '.join(get_args(Layout))}")
-    layout: Layout = name  # type: ignore[assignment]
-    return layout
+    return name  # type: ignore[return-value]
 
 
 def has_text_head(folder: Path) -> bool:

@@ -100,8 +100,7 @@ class HiggsCodec:
                 f"the codec gave codes of shape {tuple(codes.shape)} where {wanted} was due",
                 hint="its configuration contradicts itself; use the codec that belongs to the model",
             )
-        stacked: npt.NDArray[np.uint16] = codes.transpose(1, 2).cpu().numpy().astype(np.uint16)
-        return stacked
+        return codes.transpose(1, 2).cpu().numpy().astype(np.uint16)  # type: ignore[no-any-return]
 
     def encode_batches(
         self, clips: Sequence[Samples], batch_seconds: float, notify: NotifyCallback
@@ -188,8 +187,7 @@ class HiggsCodec:
                 f"{len(codes)} frames became {len(wave)} samples instead of {len(codes) * self.hop}",
                 hint="the codec's up- and downsampling ratios differ; use the codec that belongs to the model",
             )
-        samples: Samples = wave.clamp(-1, 1).cpu().numpy()
-        return samples
+        return wave.clamp(-1, 1).cpu().numpy()  # type: ignore[no-any-return]
 
 
 def decode_reach(decoder: nn.Module, hop: int) -> int:

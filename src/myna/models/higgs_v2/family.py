@@ -18,8 +18,8 @@ from myna.core.errors import ModelError
 from myna.data.codec import Codec
 from myna.data.conversation import AudioClip, Conversation, Reference, speech_conversation
 from myna.models import base, open_codec
+from myna.models.family_parts import ModulePatterns
 from myna.models.files import read_metadata
-from myna.models.hf_family import HFFamily, ModulePatterns
 from myna.models.higgs_v2 import checkpoint
 from myna.models.higgs_v2.batch import HiggsBatch, collate
 from myna.models.higgs_v2.codec import RELEASED_CODEC
@@ -64,7 +64,7 @@ MODULES = ModulePatterns(
 )
 
 
-class HiggsV2(HFFamily, base.SpeakingFamily):
+class HiggsV2(base.SpeakingFamily):
     name = "higgs_v2"
     checkpoint: ClassVar[Any] = checkpoint
     modules: ClassVar = MODULES

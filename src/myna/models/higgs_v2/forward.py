@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from myna.core.device import supports_triton
@@ -31,7 +31,7 @@ TILED_HEAD_SIZES = (16, 32, 64, 128)
 class OutputRows(NamedTuple):
     """Positions of the residual stream that the loss reads."""
 
-    rows: torch.Tensor
+    rows: Tensor
     num_text: int
     """Number of text positions, which come first."""
 
@@ -39,24 +39,24 @@ class OutputRows(NamedTuple):
 class PackedAttention(NamedTuple):
     """Attention over packed sequences, prepared once per batch for all layers."""
 
-    to_sequence: torch.Tensor
+    to_sequence: Tensor
     """(positions,): indices that bring the residual stream, `stream[to_sequence]`, into sequence order."""
-    to_stream: torch.Tensor
+    to_stream: Tensor
     """(positions,): inverse of `to_sequence`."""
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
     """(positions, 1, head size): rotary tables in sequence order."""
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     """(sequences + 1,) int32: where sequences begin and end."""
     lengths: tuple[int, ...]
     """Lengths of the sequences if attention runs one by one; empty if one call takes all."""
     max_seqlen: int
     """Upper bound of the longest sequence."""
-    tiles: tuple[torch.Tensor, ...] | None = None
+    tiles: tuple[Tensor, ...] | None = None
     """Tile tables of our own attention kernels; None if torch's kernels are used."""
 
     @classmethod
-    def from_batch(cls, core: Any, batch: HiggsBatch, stream: torch.Tensor) -> PackedAttention:
+    def from_batch(cls, core: Any, batch: HiggsBatch, stream: Tensor) -> PackedAttention:
         cos, sin = rotary_tables(core, batch.position_ids, stream)
         varlen = supports_varlen_attention(stream)
         # Rounded, and without lengths, because a compiled layer is recompiled for every new number.
@@ -76,12 +76,12 @@ class PackedAttention(NamedTuple):
             tiles=tiles,
         )
 
-    def rotate_and_attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def rotate_and_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Rotate queries and keys, then `attend`."""
         q, k = (apply_rotary(x, self.cos, self.sin).to(v.dtype) for x in (q, k))
         return self.attend(q, k, v)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend causally inside each sequence; (positions, heads, head size) in sequence order."""
         if self.lengths:
             return packed_causal_attention(q, k, v, self.lengths)
@@ -89,7 +89,7 @@ class PackedAttention(NamedTuple):
 
         return varlen_causal_attention(q, k, v, self.cu_seqlens, self.max_seqlen)
 
-    def attend_tiled(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend_tiled(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with our own kernels if they apply. Not for compiled layers."""
         if self.tiles is None or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] not in TILED_HEAD_SIZES:
             return self.attend(q, k, v)
@@ -98,16 +98,14 @@ class PackedAttention(NamedTuple):
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tensor, ...]) -> Tensor:
         out, log2sumexp = _kernels().tiled_attention(q, k, v, tiles)
         ctx.save_for_backward(q, k, v, out, log2sumexp)
         ctx.tiles = tiles
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return *_kernels().tiled_attention_backward(d_outputs[0].contiguous(), *ctx.saved_tensors, ctx.tiles), None
 
 
@@ -116,12 +114,12 @@ def _kernels() -> Any:
     return import_module("myna.models.higgs_v2.fused.attention_kernels")
 
 
-def supports_tiled_attention(like: torch.Tensor) -> bool:
+def supports_tiled_attention(like: Tensor) -> bool:
     """Return whether our own attention kernels run on this GPU. docs/benchmarks/attention.json has what they save."""
     return supports_triton(like) and torch.cuda.get_device_capability(like.device)[0] == TILED_CAPABILITY_MAJOR
 
 
-def attention_tile_table(cu_seqlens: torch.Tensor, positions: int, size: int) -> torch.Tensor:
+def attention_tile_table(cu_seqlens: Tensor, positions: int, size: int) -> Tensor:
     """(tiles, 3) int32: start and length of a tile's sequence, and the tile's first position in it. Computed on the GPU
     without waiting for it. The number of rows is the most that sequences of so many positions could need; unused rows
     have length 0."""
@@ -135,7 +133,7 @@ def attention_tile_table(cu_seqlens: torch.Tensor, positions: int, size: int) ->
     return torch.stack([starts[sequence], lengths[sequence] * used, first * used], dim=1).int()
 
 
-def supports_varlen_attention(like: torch.Tensor) -> bool:
+def supports_varlen_attention(like: Tensor) -> bool:
     """Return whether torch's variable-length attention runs on such a stream, whose type autocast may change."""
     autocast = torch.is_autocast_enabled(like.device.type) if like.is_cuda else False
     dtype = torch.get_autocast_dtype(like.device.type) if autocast else like.dtype
@@ -143,29 +141,29 @@ def supports_varlen_attention(like: torch.Tensor) -> bool:
     return capable and dtype in (torch.bfloat16, torch.float16)
 
 
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads by their positions; cos and sin are (positions, 1, head size)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def rotary_tables(core: Any, position_ids: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_tables(core: Any, position_ids: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of the positions, (positions, 1, head size)."""
     cos, sin = core.model.rotary_emb(like, position_ids[None])
     return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
 
-AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer number, q, k, v), each (positions, heads, head size) in stream order -> (positions, heads, head size)."""
 
 
-def embed_inputs(core: Any, text_ids: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+def embed_inputs(core: Any, text_ids: Tensor, codes: Tensor) -> Tensor:
     """Return the residual stream before the first layer. A trained embedding is fp32, and cast to the other's type."""
     text = core.model.embed_tokens(text_ids)
     return torch.cat([text, core.model.embed_audio_tokens(codes).to(text.dtype)])
 
 
-def run_layer(layer: Any, stream: torch.Tensor, num_text: int, attend: AttentionFunction) -> torch.Tensor:
+def run_layer(layer: Any, stream: Tensor, num_text: int, attend: AttentionFunction) -> Tensor:
     """Run one decoder layer. The first `num_text` rows of the residual stream are text, the rest audio."""
     attention = layer.self_attn
     text, audio = stream[:num_text], stream[num_text:]
@@ -182,7 +180,7 @@ def run_layer(layer: Any, stream: torch.Tensor, num_text: int, attend: Attention
     return stream + torch.cat([text, audio]).to(stream.dtype)
 
 
-def permute_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+def permute_rows(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """Return `x[order]`; `inverse` is the inverse permutation."""
     return _PermuteRows.apply(x, order, inverse)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -191,12 +189,12 @@ class _PermuteRows(torch.autograd.Function):
     """Permutation whose backward pass is a gather. Autograd's own would sort and accumulate, as rows might repeat."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         return x.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: Any, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
         [inverse] = ctx.saved_tensors
         return d_outputs[0].index_select(0, inverse), None, None
 
@@ -210,16 +208,16 @@ class PackedLayer(nn.Module):
 
     def forward(
         self,
-        stream: torch.Tensor,
-        update: torch.Tensor | None,
+        stream: Tensor,
+        update: Tensor | None,
         num_text: int,
         packing: PackedAttention,
         output: OutputRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the layer like `FusedLoraLayer.forward`, except that no update is left to add."""
         assert update is None
 
-        def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             orders = packing.to_sequence, packing.to_stream
             q, k, v = (permute_rows(x, *orders) for x in (q, k, v))
             return permute_rows(packing.rotate_and_attend(q, k, v), *orders[::-1])
@@ -257,7 +255,7 @@ class HiggsObjective(nn.Module):
         self.label_smoothing = label_smoothing
         self.recompute, self.fused = recompute, fused
 
-    def hidden(self, batch: HiggsBatch, *, output: OutputRows | None = None) -> torch.Tensor:
+    def hidden(self, batch: HiggsBatch, *, output: OutputRows | None = None) -> Tensor:
         """Return the residual stream after the last layer, before the final norm: all of it, or the `output` rows."""
         core = get_base_model(self.model)
         self._weight_copies.refresh()
@@ -294,7 +292,7 @@ class HiggsObjective(nn.Module):
         sums, correct = torch.cat([text_sum, sums]), torch.cat([text_hits.sum(0), hits.sum(0)])
         return LossSums(sums, correct, stops)
 
-    def _losses(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(targets, loss terms, classes) -> summed losses (loss terms,), and hits (targets, loss terms)."""
         losses, hits = cross_entropy(logits.flatten(0, 1), targets.flatten(), self.label_smoothing)
         return losses.view(targets.shape).sum(0), hits.view(targets.shape)

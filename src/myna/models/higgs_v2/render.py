@@ -22,7 +22,7 @@ from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, Conversation, Turn
 from myna.data.manifest import SPEAKER_TAG
 from myna.models.base import IGNORE_INDEX, RenderedSequence, TokenSpan
-from myna.models.hf_family import Ids, PromptRenderer, PromptSegment
+from myna.models.family_parts import Ids, PromptRenderer, PromptSegment
 
 FRAME_RATE = 25.0
 

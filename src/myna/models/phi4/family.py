@@ -17,8 +17,8 @@ from myna.core.errors import ModelError
 from myna.data.codec import Encoder
 from myna.data.conversation import AudioClip, Conversation, answer_conversation
 from myna.models import base
+from myna.models.family_parts import ModulePatterns
 from myna.models.files import resolve_checkpoint
-from myna.models.hf_family import HFFamily, ModulePatterns
 from myna.models.phi4 import checkpoint
 from myna.models.phi4.batch import Phi4Batch, collate
 from myna.models.phi4.codec import MAX_CODE, MelFeatureEncoder
@@ -63,7 +63,7 @@ FRAME_RATE = 100.0
 """Spectra per second."""
 
 
-class Phi4(HFFamily, base.AnsweringFamily):
+class Phi4(base.AnsweringFamily):
     name = "phi4"
     checkpoint: ClassVar[Any] = checkpoint
     modules: ClassVar = MODULES

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +22,7 @@ from myna.models.phi4.batch import Phi4Batch
 from myna.models.phi4.checkpoint import eos_ids
 
 
-def encode_audio(core: Any, features: torch.Tensor, spectra: torch.Tensor) -> torch.Tensor:
+def encode_audio(core: Any, features: Tensor, spectra: Tensor) -> Tensor:
     """Encode (clips, spectra, bands) to embeddings at the placeholders, (clips, positions, hidden size)."""
     audio_embed = core.model.embed_tokens_extend.audio_embed
     encoder = audio_embed.encoder
@@ -35,7 +35,7 @@ def encode_audio(core: Any, features: torch.Tensor, spectra: torch.Tensor) -> to
     return audio_embed.down_proj_for_speech(F.gelu(audio_embed.up_proj_for_speech(hidden)))  # type: ignore[no-any-return]
 
 
-def _subsample(embed: Any, hidden: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _subsample(embed: Any, hidden: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Apply the strided convolutions before the encoder, each of which halves the length."""
     hidden = hidden.unsqueeze(1)
     for module in embed.conv:
@@ -46,30 +46,30 @@ def _subsample(embed: Any, hidden: torch.Tensor, lengths: torch.Tensor) -> tuple
     return embed.out(hidden.transpose(1, 2).flatten(2)), lengths
 
 
-def _mask(count: int, lengths: torch.Tensor) -> torch.Tensor:
+def _mask(count: int, lengths: Tensor) -> Tensor:
     """(clips, count): true before each clip's length."""
     return torch.arange(count, device=lengths.device) < lengths[:, None]
 
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer number, q, k, v), each (positions, heads, head size) -> (positions, heads, head size)."""
 
 
 class RotaryTables(NamedTuple):
     """Rotary position embeddings: cosine and sine, (positions, 1, rotated size)."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
 
     @classmethod
-    def at(cls, core: Any, position_ids: torch.Tensor) -> RotaryTables:
+    def at(cls, core: Any, position_ids: Tensor) -> RotaryTables:
         """Make tables with the frequencies of short sequences; the renderer refuses longer ones."""
         rotary = core.model.rotary_emb
         angles = position_ids[:, None].float() * rotary.inv_freq.float()
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
         return cls(angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling)
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, x: Tensor) -> Tensor:
         """Rotate the first part of each head; the rest has no position."""
         size = self.cos.shape[-1]
         rotated, rest = x[..., :size].float(), x[..., size:]
@@ -78,18 +78,16 @@ class RotaryTables(NamedTuple):
         return torch.cat([rotated.to(x.dtype), rest], dim=-1)
 
 
-def embed(core: Any, batch: Phi4Batch) -> torch.Tensor:
+def embed(core: Any, batch: Phi4Batch) -> Tensor:
     """Return the residual stream before the first layer: embeddings of tokens, and of audio at its placeholders."""
-    stream: torch.Tensor = core.model.embed_tokens(batch.ids).float()
+    stream: Tensor = core.model.embed_tokens(batch.ids).float()
     if not len(batch.audio_at):
         return stream
     audio = encode_audio(core, batch.padded_features(), batch.spectra).flatten(0, 1)
     return stream.index_copy(0, batch.audio_at, audio[batch.audio_from].float())
 
 
-def run_layer(
-    layer: Any, stream: torch.Tensor, rotary: RotaryTables, attend: Attend, dtype: torch.dtype
-) -> torch.Tensor:
+def run_layer(layer: Any, stream: Tensor, rotary: RotaryTables, attend: Attend, dtype: torch.dtype) -> Tensor:
     attention = layer.self_attn
     size, kv_heads = attention.head_dim, attention.num_key_value_heads
     x = attention.qkv_proj(layer.input_layernorm(stream).to(dtype)).unflatten(-1, (-1, size))
@@ -101,8 +99,7 @@ def run_layer(
 
 
 def compute_dtype(core: Any) -> torch.dtype:
-    dtype: torch.dtype = core.model.embed_tokens.weight.dtype
-    return dtype
+    return core.model.embed_tokens.weight.dtype  # type: ignore[no-any-return]
 
 
 class Phi4Layer(nn.Module):
@@ -113,14 +110,9 @@ class Phi4Layer(nn.Module):
         self.layer = layer
 
     def forward(
-        self,
-        stream: torch.Tensor,
-        rotary: RotaryTables,
-        padded_at: torch.Tensor,
-        lengths: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self, stream: Tensor, rotary: RotaryTables, padded_at: Tensor, lengths: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return padded_causal_attention(q, k, v, padded_at, lengths)
 
         return run_layer(self.layer, stream, rotary, attend, dtype)
@@ -148,7 +140,7 @@ class Phi4Objective(nn.Module):
                 layer.compile(dynamic=True)
         self.eos_ids, self.label_smoothing, self.recompute = eos_ids(core.config), label_smoothing, recompute
 
-    def hidden(self, batch: Phi4Batch) -> torch.Tensor:
+    def hidden(self, batch: Phi4Batch) -> Tensor:
         """Return the residual stream after the last layer, before the final norm."""
         core = get_base_model(self.model)
         stream, rotary, dtype = embed(core, batch), RotaryTables.at(core, batch.position_ids), compute_dtype(core)

@@ -18,7 +18,7 @@ from myna.core.errors import DataError
 from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, Conversation, Turn
 from myna.models.base import IGNORE_INDEX, RenderedSequence, TokenSpan
-from myna.models.hf_family import Ids, PromptRenderer, PromptSegment
+from myna.models.family_parts import Ids, PromptRenderer, PromptSegment
 from myna.models.phi4.codec import WINDOW_FRAMES, valid_frames
 
 END = "<|end|>"

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from myna.core.compat import foreach_copy
 from myna.models.base import Number, PendingStep, RenderedSequence, Sampling, StepHistory, StepResult
@@ -86,12 +87,10 @@ class HiggsDecoder:
         parts = prompt_tensors(prompt, self.core.config, self.device)
         self._prefill(torch.tensor([row], device=self.device), *parts, self._row_slots[row] >= 0)
 
-    def _prefill(
-        self, row: torch.Tensor, text_ids: torch.Tensor, codes: torch.Tensor, order: torch.Tensor, adapted: bool
-    ) -> None:
+    def _prefill(self, row: Tensor, text_ids: Tensor, codes: Tensor, order: Tensor, adapted: bool) -> None:
         """Process one sequence into its row of the cache; position i of the stream is position `order[i]` there."""
 
-        def store(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        def store(layer: int, k: Tensor, v: Tensor) -> None:
             for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
                 cache[:, :, : x.shape[2]].index_copy_(0, row, x.to(cache.dtype))
 
@@ -146,8 +145,7 @@ class HiggsDecoder:
     def undelay(self, delayed: StepHistory[Number], start: int, stop: int) -> npt.NDArray[Number]:
         books = np.arange(self.delay.codebooks)
         part = np.array(delayed[start : max(start, stop) + len(books) - 1]).reshape(-1, len(books))
-        undelayed: npt.NDArray[Number] = part[np.arange(max(0, stop - start))[:, None] + books, books]
-        return undelayed
+        return part[np.arange(max(0, stop - start))[:, None] + books, books]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def step(self, rows: int, longest: int) -> PendingStep:
@@ -168,12 +166,12 @@ class HiggsDecoder:
         advance(state, rows, codes, self.delay.end)
         return StepResult(codes.cpu(), state.log_probs.cpu().clone(), state.active.cpu().clone())
 
-    def _hidden(self, state: RowState, first: int, length: int) -> torch.Tensor:
+    def _hidden(self, state: RowState, first: int, length: int) -> Tensor:
         positions, rows = state.positions, len(state.positions)
         row = torch.arange(first, first + rows, device=self.device)
         mask = (torch.arange(length, device=self.device) <= positions[:, None])[:, None, None]
 
-        def attend_single(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend_single(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Attend for one row in plain products, which are faster than a fused kernel for so little work."""
             keys, values = self.keys[layer][first, :, :length], self.values[layer][first, :, :length]
             keys[:, -1], values[:, -1] = k[0], v[0]
@@ -181,7 +179,7 @@ class HiggsDecoder:
             weights = torch.matmul(q * self.head_dim**-0.5, keys.transpose(1, 2)).softmax(-1)
             return torch.matmul(weights, values).view(1, self.heads, self.head_dim)
 
-        def attend_many(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend_many(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Attend with one query per row. Heads that share keys are taken as positions: no key is repeated."""
             keys, values = self.keys[layer], self.values[layer]
             keys[row, :, positions] = k.to(keys.dtype)
@@ -202,7 +200,7 @@ class HiggsDecoder:
             return stream
         sin = torch.cat([-sin[..., : self.head_dim // 2], sin[..., self.head_dim // 2 :]], -1)
 
-        def rotate_and_attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def rotate_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(layer, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
 
         return run_layers(self.core, stream, 0, rotate_and_attend, delta)
@@ -211,13 +209,13 @@ class HiggsDecoder:
         self,
         number: int,
         weights: LayerWeights,
-        stream: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        stream: Tensor,
+        cos: Tensor,
+        sin: Tensor,
         attend: Any,
         delta: AdapterDelta | None,
-    ) -> torch.Tensor:
-        def project(group: str, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    ) -> Tensor:
+        def project(group: str, x: Tensor, weight: Weight) -> Tensor:
             y = _product(x, weight)
             return y if delta is None else y + delta(group, number, x)
 
@@ -236,18 +234,18 @@ class HiggsDecoder:
 
 def run_prompt(
     core: Any,
-    text_ids: torch.Tensor,
-    codes: torch.Tensor,
-    order: torch.Tensor,
-    store: Callable[[int, torch.Tensor, torch.Tensor], None],
+    text_ids: Tensor,
+    codes: Tensor,
+    order: Tensor,
+    store: Callable[[int, Tensor, Tensor], None],
     delta: AdapterDelta | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the residual stream of one sequence after the last layer. `store` gets the keys and values of every layer,
     (1, heads, positions, head size). Position i of the stream is position `order[i]` of the sequence."""
     stream, to_sequence = embed_inputs(core, text_ids, codes), order.argsort()
     cos, sin = rotary_tables(core, torch.arange(len(stream), device=stream.device), stream)
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x[to_sequence] for x in (q, k, v))
         q, k = apply_rotary(q, cos, sin).to(v.dtype), apply_rotary(k, cos, sin).to(v.dtype)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -259,8 +257,8 @@ def run_prompt(
 
 
 def run_layers(
-    core: Any, stream: torch.Tensor, num_text: int, attend: AttentionFunction, delta: AdapterDelta | None
-) -> torch.Tensor:
+    core: Any, stream: Tensor, num_text: int, attend: AttentionFunction, delta: AdapterDelta | None
+) -> Tensor:
     """Run all decoder layers through transformers' modules, and add what adapters add."""
     for layer in core.model.layers:
         if delta is None:
@@ -270,7 +268,7 @@ def run_layers(
     return stream
 
 
-def _product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+def _product(x: Tensor, weight: Weight) -> Tensor:
     """Compute `F.linear`, with few rows on a CPU as products of slabs of the weight. That takes half to four fifths of
     the time: torch multiplies a single row on one core, and slower than memory is read."""
     outputs, inputs = weight.values.shape
@@ -280,15 +278,13 @@ def _product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     return torch.bmm(slabs, x.t().expand(CPU_SLABS, -1, -1)).view(outputs, len(x)).t().contiguous()
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Compute the RMS norm; torch's own takes twice as long for a single row."""
     wide = x.float()
     return ((wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + epsilon)).to(x.dtype)) * weight
 
 
-def prompt_tensors(
-    prompt: RenderedSequence, config: Any, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def prompt_tensors(prompt: RenderedSequence, config: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return text ids, codes, and the order of the residual stream: text, then audio."""
     is_audio = audio_positions(prompt, config)
     order = np.concatenate([np.flatnonzero(~is_audio), np.flatnonzero(is_audio)])

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
+from torch import Tensor
 
 from myna.core.compat import scaled_mm
 from myna.models.base import IGNORE_INDEX, RenderedSequence, StepResult
@@ -77,7 +78,7 @@ class PromptGraph(NamedTuple):
     """CUDA graph of the prefill of a prompt of at most this many text and audio positions."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: torch.Tensor
+    inputs: Tensor
     """Row, text ids, codes, and the order of the residual stream, one after another."""
 
 
@@ -173,7 +174,7 @@ class CudaDecoder(HiggsDecoder):
         graph.inputs.copy_(inputs.pin_memory(), non_blocking=True)
         graph.graph.replay()
 
-    def _capture_prefill(self, text: int, audio: int, adapter_version: int, inputs: torch.Tensor) -> PromptGraph:
+    def _capture_prefill(self, text: int, audio: int, adapter_version: int, inputs: Tensor) -> PromptGraph:
         """Capture the graph of a prompt size. The first inputs warm it up, in the row that they are meant for."""
         static, books = inputs.to(self.device), self.delay.codebooks
         row, text_ids, codes, order = torch.split(static, [1, text, audio * books, text + audio])
@@ -187,9 +188,7 @@ class CudaDecoder(HiggsDecoder):
 
         return PromptGraph(self._captured(run), static)
 
-    def _prefill_joined(
-        self, row: torch.Tensor, text_ids: torch.Tensor, codes: torch.Tensor, order: torch.Tensor
-    ) -> None:
+    def _prefill_joined(self, row: Tensor, text_ids: Tensor, codes: Tensor, order: Tensor) -> None:
         """Run `_prefill` for plain weights in few kernels. The last layer only needs keys and values."""
         stream, texts = embed_inputs(self.core, text_ids, codes), len(text_ids)
         length, epsilon = len(stream), self.core.config.rms_norm_eps
@@ -197,7 +196,7 @@ class CudaDecoder(HiggsDecoder):
         q = x.new_empty(1, self.heads, length, self.head_dim)
         k, v = (x.new_empty(1, self.kv_heads, length, self.head_dim) for _ in range(2))
 
-        def add_and_normalize(update: torch.Tensor | None, norms: tuple[torch.Tensor, torch.Tensor]) -> None:
+        def add_and_normalize(update: Tensor | None, norms: tuple[Tensor, Tensor]) -> None:
             for first, last, norm in ((0, texts, norms[0]), (texts, length, norms[1])):
                 if first < last:
                     added = None if update is None else update[first:]
@@ -330,7 +329,7 @@ class CudaDecoder(HiggsDecoder):
         row = torch.arange(rows, device=self.device)
         cos, sin = self._cos[positions], self._rotary_sin[positions]
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
             self.keys[layer][row, :, positions] = k.to(self._q.dtype)
             self.values[layer][row, :, positions] = v.to(self._q.dtype)
@@ -383,9 +382,7 @@ class CudaDecoder(HiggsDecoder):
                 FORMAT=self._format,
             )
             self._product(
-                *(kernels.residual_kernel, hidden, 2, self._gated, *down, levels, self._h),
-                K=wide,
-                FORMAT=self._format,
+                *(kernels.residual_kernel, hidden, 2, self._gated, *down, levels, self._h), K=wide, FORMAT=self._format
             )
         outputs, head = len(core.audio_lm_head.weight), core.audio_lm_head.weight
         self._product(
@@ -440,14 +437,14 @@ class CudaDecoder(HiggsDecoder):
 class Product(NamedTuple):
     """Outputs of a product, and the input of the kernel that adds the adapters' part to them."""
 
-    values: torch.Tensor
-    shrunk: torch.Tensor | None
+    values: Tensor
+    shrunk: Tensor | None
     """(rows, slots, projections, rank): input multiplied by the A of the slots in use."""
-    b: torch.Tensor | None
+    b: Tensor | None
     state: RowState
 
     @property
-    def adapters(self) -> tuple[torch.Tensor | None, ...]:
+    def adapters(self) -> tuple[Tensor | None, ...]:
         return self.shrunk, self.b, self.state.adapters, self.state.strengths
 
     @property
@@ -466,7 +463,7 @@ class MatrixBatch:
         self.quantized = decoder._fp8_products
         self.codes = (decoder._codes8, decoder._scales8) if self.quantized else (None, None)
 
-    def product(self, x: torch.Tensor, weight: Weight, group: str, layer: int) -> Product:
+    def product(self, x: Tensor, weight: Weight, group: str, layer: int) -> Product:
         """Return x W' and x A', in one product if A lies below W. In fp8, x is read in its last quantization."""
         decoder, state = self.decoder, self.decoder.state
         if self.adapters is None:
@@ -479,7 +476,7 @@ class MatrixBatch:
             return Product(y, y[:, outputs:], b, state)
         return Product(self._multiply(x, weight), F.linear(x, a[:used].flatten(0, 2)), b, state)
 
-    def _multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def _multiply(self, x: Tensor, weight: Weight) -> Tensor:
         decoder, inputs = self.decoder, x.shape[1]
         if weight.scales is None:
             return F.linear(x, weight.values)
@@ -498,7 +495,7 @@ class MatrixBatch:
         )
         return F.linear(x, values)
 
-    def add_and_normalize(self, update: Product | None, norm: torch.Tensor, x: torch.Tensor) -> None:
+    def add_and_normalize(self, update: Product | None, norm: Tensor, x: Tensor) -> None:
         """Add an update to the residual stream, and write its norm to x, also in fp8 if products are in fp8."""
         decoder, hidden = self.decoder, x.shape[1]
         arguments: tuple[Any, ...] = (None, (None,) * 4, (0, 0))
@@ -541,7 +538,7 @@ class MatrixBatch:
         )
         self.quantize(gated[:rows])
 
-    def quantize(self, x: torch.Tensor) -> None:
+    def quantize(self, x: Tensor) -> None:
         """Quantize rows if products are in fp8."""
         if self.quantized:
             block = triton.next_power_of_2(x.shape[1])
@@ -551,7 +548,7 @@ class MatrixBatch:
 class EnqueuedStep:
     """`PendingStep` on a CUDA stream."""
 
-    def __init__(self, host: torch.Tensor, copied: torch.cuda.Event, codebooks: int) -> None:
+    def __init__(self, host: Tensor, copied: torch.cuda.Event, codebooks: int) -> None:
         self._host, self._copied, self._codebooks = host, copied, codebooks
 
     def result(self) -> StepResult:

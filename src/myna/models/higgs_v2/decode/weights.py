@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from myna.core.errors import SpeakError
 from myna.models.base import LoraMatrices
@@ -43,11 +43,11 @@ GROUPS = {
 class Weight:
     """Weight of a product as it is read."""
 
-    values: torch.Tensor
+    values: Tensor
     """(outputs, inputs); or bytes of two nf4 levels, (outputs, inputs / 2)."""
-    scales: torch.Tensor | None = None
+    scales: Tensor | None = None
     """Scale of each output, fp32; or of each nf4 block, (outputs, inputs / 64)."""
-    input_major: torch.Tensor | None = None
+    input_major: Tensor | None = None
     """Copy of `values` whose transpose is contiguous."""
 
 
@@ -55,11 +55,11 @@ class Weight:
 class LayerWeights:
     """One decoder layer."""
 
-    attention_norm: torch.Tensor
+    attention_norm: Tensor
     qkv: Weight
     """Query heads, key heads, value heads."""
     out: Weight
-    mlp_norm: torch.Tensor
+    mlp_norm: Tensor
     gate_up: Weight
     """Gate rows, then up rows."""
     down: Weight
@@ -69,8 +69,8 @@ class LayerWeights:
 class TextWeights:
     """One decoder layer for text positions. Attention's weights are those of audio."""
 
-    attention_norm: torch.Tensor
-    mlp_norm: torch.Tensor
+    attention_norm: Tensor
+    mlp_norm: Tensor
     gate_up: Weight
     down: Weight
 
@@ -144,7 +144,7 @@ def join_head(core: Any) -> Weight:
 
 def _is_copied(core: Any) -> bool:
     small = sum(weight.nbytes for weight in core.parameters()) < MAX_COPIED_BYTES
-    head: torch.Tensor = core.audio_lm_head.weight
+    head: Tensor = core.audio_lm_head.weight
     return small and head.device.type == "cpu" and head.dtype == torch.float32
 
 
@@ -177,14 +177,14 @@ def _linears(layer: Any) -> list[Any]:
     ]
 
 
-def _join(linears: Sequence[nn.Linear]) -> torch.Tensor:
+def _join(linears: Sequence[nn.Linear]) -> Tensor:
     weights = [linear.weight.detach() for linear in linears]
     joined = _concatenate(weights)
     _point_at(linears, joined)
     return joined
 
 
-def extend_weight(linears: Sequence[nn.Linear], rows: int) -> torch.Tensor:
+def extend_weight(linears: Sequence[nn.Linear], rows: int) -> Tensor:
     """Join the weights of layers and append uninitialized rows; the layers keep views of the result."""
     weights = [linear.weight.detach() for linear in linears]
     outputs = sum(map(len, weights))
@@ -194,14 +194,14 @@ def extend_weight(linears: Sequence[nn.Linear], rows: int) -> torch.Tensor:
     return extended
 
 
-def _point_at(linears: Sequence[nn.Linear], joined: torch.Tensor) -> None:
+def _point_at(linears: Sequence[nn.Linear], joined: Tensor) -> None:
     first = 0
     for linear in linears:
         linear.weight = nn.Parameter(joined[first : first + len(linear.weight)], requires_grad=False)
         first += len(linear.weight)
 
 
-def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors, without a copy if each already begins at the end of the one before."""
     first, length = tensors[0], sum(map(len, tensors))
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -212,20 +212,20 @@ def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(tensors))
 
 
-AdapterDelta = Callable[[str, int, torch.Tensor], torch.Tensor]
+AdapterDelta = Callable[[str, int, Tensor], Tensor]
 """(group, layer number, input (positions, inputs)) -> what the adapters add to the group's outputs."""
 
 
 class GroupMatrices(NamedTuple):
     """Matrices of a group in one layer, of all slots."""
 
-    a: torch.Tensor
+    a: Tensor
     """(slots, projections, rank, inputs)."""
-    b: torch.Tensor
+    b: Tensor
     """(slots, rank, outputs of all projections); includes the adapter's scaling."""
     outputs: tuple[int, ...]
     """Number of outputs of each projection."""
-    extended: torch.Tensor | None
+    extended: Tensor | None
     """Weight of the group with A below it, so that one product gives both; None if weights are not plain."""
 
 
@@ -321,12 +321,12 @@ class HiggsAdapterSlots:
             raise SpeakError(f"there is no adapter {name}", hint=f"loaded: {known}")
         return self._names[name]
 
-    def delta(self, slot: torch.Tensor, strength: torch.Tensor) -> AdapterDelta:
+    def delta(self, slot: Tensor, strength: Tensor) -> AdapterDelta:
         """Return the function of what one adapter adds to every position; slot -1 is no adapter."""
         index = slot.clamp(min=0)
         factor = torch.where(slot >= 0, strength, 0.0)
 
-        def add(group: str, layer: int, x: torch.Tensor) -> torch.Tensor:
+        def add(group: str, layer: int, x: Tensor) -> Tensor:
             a, b, outputs, _ = self.groups[group][layer]
             own_a, own_b = a.index_select(0, index)[0], b.index_select(0, index)[0]
             shrunk = F.linear(x.to(a.dtype), own_a.flatten(0, 1)).float() * factor
@@ -335,12 +335,12 @@ class HiggsAdapterSlots:
 
         return add
 
-    def row_deltas(self, slots: torch.Tensor, strengths: torch.Tensor) -> AdapterDelta:
+    def row_deltas(self, slots: Tensor, strengths: Tensor) -> AdapterDelta:
         """Return the function of what each row's adapter adds to the one position of its row."""
         index = slots.clamp(min=0)
         factors = torch.where(slots >= 0, strengths, 0.0)[:, None]
 
-        def add(group: str, layer: int, x: torch.Tensor) -> torch.Tensor:
+        def add(group: str, layer: int, x: Tensor) -> Tensor:
             a, b, outputs, _ = self.groups[group][layer]
             shrunk = torch.bmm(a.index_select(0, index).flatten(1, 2), x.to(a.dtype)[..., None])[..., 0]
             parts = torch.split((shrunk.float() * factors).to(b.dtype)[:, None], self.rank, 2)
@@ -351,8 +351,8 @@ class HiggsAdapterSlots:
 
 
 def run_adapted_layer(
-    layer: Any, stream: torch.Tensor, num_text: int, attend: AttentionFunction, delta: AdapterDelta
-) -> torch.Tensor:
+    layer: Any, stream: Tensor, num_text: int, attend: AttentionFunction, delta: AdapterDelta
+) -> Tensor:
     """Run `forward.run_layer`, and add what adapters add to each product."""
     attention, number = layer.self_attn, layer.self_attn.layer_idx
     text, audio = stream[:num_text], stream[num_text:]
@@ -370,11 +370,10 @@ def run_adapted_layer(
     return stream + torch.cat(updates).to(stream.dtype)
 
 
-def _run_mlp(mlp: Any, x: torch.Tensor, layer: int, groups: tuple[str, str], delta: AdapterDelta) -> torch.Tensor:
+def _run_mlp(mlp: Any, x: Tensor, layer: int, groups: tuple[str, str], delta: AdapterDelta) -> Tensor:
     gate, up = delta(groups[0], layer, x).chunk(2, 1)
     inner = mlp.act_fn(mlp.gate_proj(x) + gate) * (mlp.up_proj(x) + up)
-    out: torch.Tensor = mlp.down_proj(inner) + delta(groups[1], layer, inner)
-    return out
+    return mlp.down_proj(inner) + delta(groups[1], layer, inner)  # type: ignore[no-any-return]
 
 
 def _padded(rank: int) -> int:

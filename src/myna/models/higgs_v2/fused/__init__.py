@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 
 from myna.models.higgs_v2.forward import OutputRows, PackedAttention
 from myna.models.higgs_v2.fused.linear import (
@@ -37,10 +37,10 @@ class _BeforeAttention(torch.autograd.Function):
         layer: FusedLoraLayer,
         num_text: int,
         packing: PackedAttention,
-        stream: torch.Tensor,
-        update: torch.Tensor | None,
-        *_: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        stream: Tensor,
+        update: Tensor | None,
+        *_: Tensor,
+    ) -> tuple[Tensor, ...]:
         group, order, cos, sin = layer.qkv, packing.to_sequence, packing.cos, packing.sin
         normed = group.workspace(stream, group.inputs)
         stream, inverse_rms = add_rms_norm(stream, update, None, layer.first_norms, num_text, normed)
@@ -54,7 +54,7 @@ class _BeforeAttention(torch.autograd.Function):
         return stream, heads[:, : layer.queries], heads[:, layer.queries : values_at], heads[:, values_at:]
 
     @staticmethod
-    def backward(ctx: Any, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
         d_stream, dq, dk, dv = d_outputs
         stream, inverse_rms, x, projection, order, cos, sin = ctx.saved_tensors
         layer, group = ctx.layer, ctx.layer.qkv
@@ -82,11 +82,11 @@ class _AfterAttention(torch.autograd.Function):
         ctx: Any,
         layer: FusedLoraLayer,
         num_text: int,
-        order: torch.Tensor | None,
-        stream: torch.Tensor,
-        attended: torch.Tensor,
-        *_: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        order: Tensor | None,
+        stream: Tensor,
+        attended: Tensor,
+        *_: Tensor,
+    ) -> tuple[Tensor, ...]:
         out, gate_up, down = layer.out, layer.text_gate_up, layer.text_down
         # Detached, because autograd does not unpack a saved view of an input.
         heads = out.pack(attended.detach().flatten(1))
@@ -109,7 +109,7 @@ class _AfterAttention(torch.autograd.Function):
         return stream, update
 
     @staticmethod
-    def backward(ctx: Any, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
         d_stream, d_update = d_outputs
         stream, inverse_rms, hidden, *saved = ctx.saved_tensors
         heads, normed, activated = (PackedInput(*saved[at : at + 2]) for at in (0, 2, 4))
@@ -123,7 +123,7 @@ class _AfterAttention(torch.autograd.Function):
         d_hidden = gate_up.workspace(stream, gate_up.outputs)
         swiglu_backward(d_activated, hidden, d_hidden)
         d_normed = torch.empty_like(stream)
-        gradients: list[torch.Tensor] = []
+        gradients: list[Tensor] = []
         for ffn, rows in layer.ffns(num_text):
             ffn.gate_up.matmul_backward(d_hidden.select(rows), d_normed[rows])
             gradients += ffn.gate_up.lora_gradients(normed.select(rows), d_hidden.select(rows))
@@ -199,18 +199,18 @@ class FusedLoraLayer(nn.Module):
 
     def forward(
         self,
-        stream: torch.Tensor,
-        update: torch.Tensor | None,
+        stream: Tensor,
+        update: Tensor | None,
         num_text: int,
         packing: PackedAttention,
         output: OutputRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the update that is still to be added to it, which the next layer fuses into
         its norm. With `output`, only those rows are computed after the attention."""
         before, after = self.qkv.lora_parameters, [part for group in self.groups[1:] for part in group.lora_parameters]
         stream, q, k, v = _BeforeAttention.apply(self, num_text, packing, stream, update, *before)  # type: ignore[no-untyped-call]
         attended = packing.attend_tiled(q, k, v)
-        order: torch.Tensor | None = packing.to_stream
+        order: Tensor | None = packing.to_stream
         if output is not None:
             attended, order = attended[packing.to_stream[output.rows]], None
             stream, num_text = stream[output.rows], output.num_text

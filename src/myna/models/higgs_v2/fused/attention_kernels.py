@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from myna.models.higgs_v2.forward import attention_tile_table
@@ -44,12 +45,12 @@ KEY_GRADIENT_TILE = AttentionTile(64, 64, 4, 2)
 class AttentionTileTables(NamedTuple):
     """Tile table of each kernel, made once per batch on the GPU without waiting for it."""
 
-    forward: torch.Tensor
-    to_queries: torch.Tensor
-    to_keys: torch.Tensor
+    forward: Tensor
+    to_queries: Tensor
+    to_keys: Tensor
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, positions: int) -> AttentionTileTables:
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, positions: int) -> AttentionTileTables:
         sizes = (FORWARD_TILE.rows, QUERY_GRADIENT_TILE.rows, KEY_GRADIENT_TILE.columns)
         tables = {size: attention_tile_table(cu_seqlens, positions, size) for size in set(sizes)}
         return cls(*(tables[size] for size in sizes))
@@ -183,9 +184,7 @@ def _key_value_gradient_kernel(
     tl.store(dv + place, d_value.to(dv.dtype.element_ty), mask=real)
 
 
-def tiled_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: AttentionTileTables
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tiled_attention(q: Tensor, k: Tensor, v: Tensor, tiles: AttentionTileTables) -> tuple[Tensor, Tensor]:
     """Return the output, (positions, heads, head size), and `log2sumexp`, (heads, positions)."""
     positions, heads, size = q.shape
     out = q.new_empty(positions, heads, size)
@@ -201,14 +200,8 @@ def tiled_attention(
 
 
 def tiled_attention_backward(
-    d_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    log2sumexp: torch.Tensor,
-    tiles: AttentionTileTables,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log2sumexp: Tensor, tiles: AttentionTileTables
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, each in its own memory."""
     assert d_out.is_contiguous() and out.is_contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -233,15 +226,15 @@ def tiled_attention_backward(
     return dq, dk, dv
 
 
-def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x.flatten(1), [rows, x.shape[2]])
 
 
-def _descriptors(tile: AttentionTile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[TensorDescriptor]:
+def _descriptors(tile: AttentionTile, q: Tensor, k: Tensor, v: Tensor) -> list[TensorDescriptor]:
     return [_descriptor(q, tile.rows), _descriptor(k, tile.columns), _descriptor(v, tile.columns)]
 
 
-def _common(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
+def _common(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     size = q.shape[2]
     assert all(x.stride(1) == size and x.stride(2) == 1 for x in (q, k, v)), "heads must be contiguous"
     return {

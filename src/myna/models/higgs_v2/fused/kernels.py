@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from myna.models.higgs_v2.fused.linear import FP8_MAX, FP8_PARTS, MIN_ROW_ABSMAX, ModalityNorms, PackedInput
 
@@ -33,6 +34,10 @@ def _fp8_arguments(out: PackedInput) -> dict[str, Any]:
     scale = out.x if out.scale is None else out.scale
     write_fp8 = out.codes is not None and out.scale is not None
     return {"codes": codes, "scale": scale, "code_stride": codes.stride(0), "WRITE_FP8": write_fp8}
+
+
+def _whole_row(width: int) -> dict[str, int]:
+    return {"BLOCK": triton.next_power_of_2(width), "num_warps": 8}
 
 
 @triton.jit
@@ -67,27 +72,17 @@ def _add_rms_norm_kernel(
 
 
 def launch_add_rms_norm(
-    stream: torch.Tensor,
-    update: torch.Tensor | None,
-    order: torch.Tensor | None,
-    norms: ModalityNorms,
-    num_text: int,
-    out: PackedInput,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    stream: Tensor, update: Tensor | None, order: Tensor | None, norms: ModalityNorms, num_text: int, out: PackedInput
+) -> tuple[Tensor, Tensor]:
     rows, width = stream.shape
     inverse_rms = stream.new_empty(rows, dtype=torch.float32)
     added = torch.empty_like(stream) if update is not None else stream
     inputs = (stream, stream if update is None else update, stream if order is None else order, norms.text, norms.audio)
-    sizes = (num_text, width, out.x.stride(0), norms.eps)
     _add_rms_norm_kernel[(rows,)](
-        *inputs,
-        *(added, out.x, inverse_rms),
-        *sizes,
+        *(*inputs, added, out.x, inverse_rms, num_text, width, out.x.stride(0), norms.eps),
+        **{"HAS_UPDATE": update is not None, "HAS_ORDER": order is not None},
         **_fp8_arguments(out),
-        HAS_UPDATE=update is not None,
-        HAS_ORDER=order is not None,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=8,
+        **_whole_row(width),
     )
     return added, inverse_rms
 
@@ -122,26 +117,24 @@ def _rms_norm_backward_kernel(
 
 
 def launch_rms_norm_backward(
-    d_normed: torch.Tensor,
-    stream: torch.Tensor,
-    inverse_rms: torch.Tensor,
+    d_normed: Tensor,
+    stream: Tensor,
+    inverse_rms: Tensor,
     norms: ModalityNorms,
     num_text: int,
-    d_stream: torch.Tensor,
-    order: torch.Tensor | None,
+    d_stream: Tensor,
+    order: Tensor | None,
     ordered: PackedInput | None,
-) -> torch.Tensor:
+) -> Tensor:
     rows, width = stream.shape
     out = torch.empty_like(stream)
     ordered = PackedInput(out, out) if ordered is None else ordered
     _rms_norm_backward_kernel[(rows,)](
         *(d_normed, stream, inverse_rms, d_stream.contiguous(), norms.text, norms.audio),
-        *(out, stream if order is None else order, ordered.x),
-        *(num_text, width, ordered.x.stride(0)),
-        **_fp8_arguments(ordered),
+        *(out, stream if order is None else order, ordered.x, num_text, width, ordered.x.stride(0)),
         HAS_ORDER=order is not None,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=8,
+        **_fp8_arguments(ordered),
+        **_whole_row(width),
     )
     return out
 
@@ -164,22 +157,10 @@ def _rotate_qkv_kernel(qkv, order, cos, sin, out, heads, rotated_heads, HALF: tl
     tl.store(out + position * width + first_at + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
 
 
-def launch_rotate_qkv(
-    qkv: torch.Tensor, order: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, size: int, rotated_heads: int
-) -> torch.Tensor:
+def launch_rotate_qkv(qkv: Tensor, order: Tensor, cos: Tensor, sin: Tensor, size: int, rotated_heads: int) -> Tensor:
     heads, out = qkv.shape[1] // size, torch.empty_like(qkv)
-    _rotate_qkv_kernel[(len(qkv),)](
-        qkv,
-        order,
-        cos,
-        sin,
-        out,
-        heads,
-        rotated_heads,
-        HALF=size // 2,
-        HEADS=triton.next_power_of_2(heads),
-        num_warps=4,
-    )
+    sizes = {"HALF": size // 2, "HEADS": triton.next_power_of_2(heads), "num_warps": 4}
+    _rotate_qkv_kernel[(len(qkv),)](qkv, order, cos, sin, out, heads, rotated_heads, **sizes)
     return out
 
 
@@ -224,23 +205,14 @@ def _rotate_qkv_backward_kernel(
 
 
 def launch_rotate_qkv_backward(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    order: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    out: PackedInput,
+    dq: Tensor, dk: Tensor, dv: Tensor, order: Tensor, cos: Tensor, sin: Tensor, out: PackedInput
 ) -> None:
     positions, queries, size = dq.shape
     keys = dk.shape[1]
     _rotate_qkv_backward_kernel[(positions,)](
-        *(dq.contiguous(), dk.contiguous(), dv.contiguous(), order, cos, sin, out.x),
-        *(queries, keys, out.x.stride(0)),
+        *(dq.contiguous(), dk.contiguous(), dv.contiguous(), order, cos, sin, out.x, queries, keys, out.x.stride(0)),
         **_fp8_arguments(out),
-        HALF=size // 2,
-        HEADS=triton.next_power_of_2(queries + 2 * keys),
-        num_warps=4,
+        **{"HALF": size // 2, "HEADS": triton.next_power_of_2(queries + 2 * keys), "num_warps": 4},
     )
 
 
@@ -261,7 +233,7 @@ def _swiglu_kernel(
         _store_fp8_row(activated, absmax, inside, codes + row * code_stride + column, scale + row)
 
 
-def launch_swiglu(gate_up: torch.Tensor, out: PackedInput) -> None:
+def launch_swiglu(gate_up: Tensor, out: PackedInput) -> None:
     rows, width = out.x.shape
     if rows:
         grid, shape = _row_grid(rows, width, whole=out.codes is not None)
@@ -291,7 +263,7 @@ def _swiglu_backward_kernel(
         _store_fp8_row(d_up, absmax, inside, line + width, scale + row)
 
 
-def launch_swiglu_backward(d: torch.Tensor, gate_up: torch.Tensor, out: PackedInput) -> None:
+def launch_swiglu_backward(d: Tensor, gate_up: Tensor, out: PackedInput) -> None:
     rows, width = d.shape
     if rows:
         grid, shape = _row_grid(rows, width, whole=out.codes is not None)
@@ -322,15 +294,14 @@ def _copy_rows_kernel(
         _store_fp8_row(values32, absmax, inside, codes + row * code_stride + column, scale + row)
 
 
-def launch_copy_rows(x: torch.Tensor, out: PackedInput) -> None:
+def launch_copy_rows(x: Tensor, out: PackedInput) -> None:
     rows, width = x.shape
     if rows:
         _copy_rows_kernel[(rows,)](
             *(x, out.x, width, x.stride(0), out.x.stride(0)),
-            **_fp8_arguments(out),
             COPIES=x.data_ptr() != out.x.data_ptr(),
-            BLOCK=triton.next_power_of_2(width),
-            num_warps=8,
+            **_fp8_arguments(out),
+            **_whole_row(width),
         )
 
 
@@ -373,9 +344,7 @@ def launch_append_fp8_projection(packed: PackedInput) -> None:
     if rows:
         _append_fp8_projection_kernel[(rows,)](
             *(x, projection, codes, scale, lora_width, x.stride(0), projection.stride(0), codes.stride(0)),
-            WIDTH=width,
-            BLOCK=1024,
-            LORA_BLOCK=max(16, triton.next_power_of_2(lora_width)),
+            **{"WIDTH": width, "BLOCK": 1024, "LORA_BLOCK": max(16, triton.next_power_of_2(lora_width))},
             num_warps=1,
         )
 
@@ -413,12 +382,7 @@ _TYPES = {
 
 
 def launch_weight_copies(
-    table: torch.Tensor,
-    factors: torch.Tensor,
-    max_elements: int,
-    source: torch.dtype,
-    target: torch.dtype,
-    scaled: bool,
+    table: Tensor, factors: Tensor, max_elements: int, source: torch.dtype, target: torch.dtype, scaled: bool
 ) -> None:
     grid = (len(table), triton.cdiv(max_elements, COPY_BLOCK_SIZE))
     types = {"SOURCE": _TYPES[source], "TARGET": _TYPES[target]}

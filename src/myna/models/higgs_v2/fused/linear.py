@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 
 from myna.core.compat import scaled_mm
 from myna.core.device import supports_triton
@@ -43,11 +43,11 @@ FP8_HEADROOM = 64
 class ModalityNorms(NamedTuple):
     """Text and audio RMS norm weights at one place of a layer."""
 
-    text: torch.Tensor
-    audio: torch.Tensor
+    text: Tensor
+    audio: Tensor
     eps: float
 
-    def per_row(self, num_text: int, rows: int) -> torch.Tensor:
+    def per_row(self, num_text: int, rows: int) -> Tensor:
         """(rows, width): norm weight of each row."""
         return torch.cat([self.text.expand(num_text, -1), self.audio.expand(rows - num_text, -1)]).float()
 
@@ -56,15 +56,15 @@ class PackedInput(NamedTuple):
     """Input rows of a fused matrix product: values, their LoRA projection, and both as fp8 if the weights are fp8. An
     operation writes `x` with `codes` and `scale`; the product adds the projection."""
 
-    x: torch.Tensor
+    x: Tensor
     """(rows, width)"""
-    projection: torch.Tensor
+    projection: Tensor
     """(rows, lora width)"""
-    buffer: torch.Tensor | None = None
+    buffer: Tensor | None = None
     """(rows, width + lora width): `x` and `projection`, contiguous within a row."""
-    codes: torch.Tensor | None = None
+    codes: Tensor | None = None
     """(rows, width + FP8_PARTS * lora width): `x` and `projection` as fp8, the projection in parts."""
-    scale: torch.Tensor | None = None
+    scale: Tensor | None = None
     """(rows, 1): factor of the fp8 codes."""
 
     def select(self, rows: slice) -> PackedInput:
@@ -77,13 +77,8 @@ def _kernels() -> Any:
 
 
 def add_rms_norm(
-    stream: torch.Tensor,
-    update: torch.Tensor | None,
-    order: torch.Tensor | None,
-    norms: ModalityNorms,
-    num_text: int,
-    out: PackedInput,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    stream: Tensor, update: Tensor | None, order: Tensor | None, norms: ModalityNorms, num_text: int, out: PackedInput
+) -> tuple[Tensor, Tensor]:
     """Add row `order[i]` of the update to row i of the stream, with its RMS norm in `out`; returns stream and inverse
     RMS."""
     if supports_triton(stream):
@@ -98,15 +93,15 @@ def add_rms_norm(
 
 
 def rms_norm_backward(
-    d_normed: torch.Tensor,
-    stream: torch.Tensor,
-    inverse_rms: torch.Tensor,
+    d_normed: Tensor,
+    stream: Tensor,
+    inverse_rms: Tensor,
     norms: ModalityNorms,
     num_text: int,
-    d_stream: torch.Tensor,
-    order: torch.Tensor | None = None,
+    d_stream: Tensor,
+    order: Tensor | None = None,
     ordered: PackedInput | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the gradient of `add_rms_norm` for the stream. Row i also goes to row `order[i]` of `ordered`."""
     if supports_triton(stream):
         arguments = (d_normed, stream, inverse_rms, norms, num_text, d_stream, order, ordered)
@@ -121,9 +116,7 @@ def rms_norm_backward(
     return d
 
 
-def rotate_qkv(
-    qkv: torch.Tensor, order: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, size: int, rotated_heads: int
-) -> torch.Tensor:
+def rotate_qkv(qkv: Tensor, order: Tensor, cos: Tensor, sin: Tensor, size: int, rotated_heads: int) -> Tensor:
     """Return rows in the given order, with rotary embedding of the first `rotated_heads` heads of `size`."""
     if supports_triton(qkv):
         return _kernels().launch_rotate_qkv(qkv, order, cos, sin, size, rotated_heads)  # type: ignore[no-any-return]
@@ -135,13 +128,7 @@ def rotate_qkv(
 
 
 def rotate_qkv_backward(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    order: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    out: PackedInput,
+    dq: Tensor, dk: Tensor, dv: Tensor, order: Tensor, cos: Tensor, sin: Tensor, out: PackedInput
 ) -> None:
     """Write the gradient of `rotate_qkv` to the rows `order` of `out`."""
     if supports_triton(dq):
@@ -154,7 +141,7 @@ def rotate_qkv_backward(
     _write_fp8(out)
 
 
-def swiglu(gate_up: torch.Tensor, out: PackedInput) -> None:
+def swiglu(gate_up: Tensor, out: PackedInput) -> None:
     """Write silu of the first half of each row times the second half."""
     if supports_triton(gate_up):
         _kernels().launch_swiglu(gate_up, out)
@@ -164,7 +151,7 @@ def swiglu(gate_up: torch.Tensor, out: PackedInput) -> None:
     _write_fp8(out)
 
 
-def swiglu_backward(d: torch.Tensor, gate_up: torch.Tensor, out: PackedInput) -> None:
+def swiglu_backward(d: Tensor, gate_up: Tensor, out: PackedInput) -> None:
     """Write the gradient of `swiglu` with respect to `gate_up`."""
     if supports_triton(gate_up):
         _kernels().launch_swiglu_backward(d, gate_up, out)
@@ -175,7 +162,7 @@ def swiglu_backward(d: torch.Tensor, gate_up: torch.Tensor, out: PackedInput) ->
     _write_fp8(out)
 
 
-def copy_rows(x: torch.Tensor, out: PackedInput) -> None:
+def copy_rows(x: Tensor, out: PackedInput) -> None:
     """Copy rows into a packed input. `out.x` may be the same tensor; then only the fp8 codes are written."""
     if supports_triton(x):
         _kernels().launch_copy_rows(x, out)
@@ -205,13 +192,13 @@ def append_fp8_projection(packed: PackedInput) -> None:
     packed.codes.copy_(torch.cat([packed.x.float() / packed.scale, rounded, residual, rounded], dim=1))
 
 
-def _fp8_and_residual(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _fp8_and_residual(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return values rounded to fp8, and the residual rounded to fp8, both in the type of the values."""
     rounded = _round_to_fp8(values)
     return rounded, _round_to_fp8(values - rounded)
 
 
-def _round_to_fp8(values: torch.Tensor) -> torch.Tensor:
+def _round_to_fp8(values: Tensor) -> Tensor:
     """Round and saturate, as the hardware does; not every version of torch saturates."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(E4M3).to(values.dtype)
 
@@ -219,11 +206,11 @@ def _round_to_fp8(values: torch.Tensor) -> torch.Tensor:
 class WeightCopy(NamedTuple):
     """Parameter and its copy in another type, kept up to date: times `factor`, divided by `scale`."""
 
-    source: torch.Tensor
-    target: torch.Tensor
+    source: Tensor
+    target: Tensor
     """Copy, in the parameter's shape. With a scale it is (FP8_PARTS, *shape), as fp8."""
     factor: float = 1.0
-    scale: torch.Tensor | None = None
+    scale: Tensor | None = None
     scale_dim: int = 0
     """Dimension that `scale` runs along."""
 
@@ -284,8 +271,8 @@ class WeightCopies:
 class LoraFactors:
     """PEFT's LoRA of one linear layer, and its place in its group."""
 
-    a: torch.Tensor
-    b: torch.Tensor
+    a: Tensor
+    b: Tensor
     scaling: float
     outputs: slice
     columns: slice
@@ -295,10 +282,10 @@ class LoraFactors:
 class FusedLinearGroup(nn.Module):
     """Linear layers with a common input, as PEFT has adapted them, computed in one product."""
 
-    packed_weight: torch.Tensor
-    lora_a: torch.Tensor
+    packed_weight: Tensor
+    lora_a: Tensor
     """(lora width, inputs): A of every layer."""
-    lora_b: torch.Tensor
+    lora_b: Tensor
     """(outputs, lora width): B of every layer times its scaling, block-diagonal."""
 
     def __init__(self, linears: Sequence[Any], lora_width: int) -> None:
@@ -333,7 +320,7 @@ class FusedLinearGroup(nn.Module):
         self.lora_a, self.lora_b = packed[self.outputs :, : self.inputs], packed[: self.outputs, self.inputs :]
 
     @property
-    def lora_parameters(self) -> list[torch.Tensor]:
+    def lora_parameters(self) -> list[Tensor]:
         """Return A and B of every layer, in the order of `lora_gradients`."""
         return [parameter for factors in self.factors for parameter in (factors.a, factors.b)]
 
@@ -343,25 +330,25 @@ class FusedLinearGroup(nn.Module):
             yield WeightCopy(factors.a, self.lora_a[factors.columns])
             yield WeightCopy(factors.b, self.lora_b[factors.outputs, factors.columns], factors.scaling)
 
-    def workspace(self, like: torch.Tensor, width: int) -> PackedInput:
+    def workspace(self, like: Tensor, width: int) -> PackedInput:
         """Return an uninitialized packed input with the rows of `like`, for `width` inputs or output gradients."""
         whole = width + self.lora_width
         buffer = like.new_empty(len(like), whole + -whole % ROW_ALIGNMENT)[:, :whole]
         return PackedInput(buffer[:, :width], buffer[:, width:], buffer)
 
-    def pack(self, x: torch.Tensor) -> PackedInput:
+    def pack(self, x: Tensor) -> PackedInput:
         """Return a packed input that holds `x`."""
         packed = self.workspace(x, x.shape[1])
         copy_rows(x, packed)
         return packed
 
-    def matmul(self, packed: PackedInput, out: torch.Tensor) -> None:
+    def matmul(self, packed: PackedInput, out: Tensor) -> None:
         """Multiply (rows, inputs) to (rows, outputs)."""
         if self.lora_width:
             torch.mm(packed.x, self.lora_a.t(), out=packed.projection)
         self._matmul(packed, out)
 
-    def matmul_backward(self, d: PackedInput, out: torch.Tensor) -> None:
+    def matmul_backward(self, d: PackedInput, out: Tensor) -> None:
         """Multiply (rows, outputs) to (rows, inputs)."""
         self.project_gradient(d)
         self._matmul_backward(d, out)
@@ -371,7 +358,7 @@ class FusedLinearGroup(nn.Module):
         if self.lora_width:
             torch.mm(d.x, self.lora_b, out=d.projection)
 
-    def lora_gradients(self, packed: PackedInput, d: PackedInput) -> list[torch.Tensor]:
+    def lora_gradients(self, packed: PackedInput, d: PackedInput) -> list[Tensor]:
         """Return the gradients of A and B of every layer, after `matmul` and `project_gradient`."""
         gradients = []
         if self.factors:
@@ -381,14 +368,14 @@ class FusedLinearGroup(nn.Module):
                 gradients += [d_a[factors.columns], d_b.mul_(factors.scaling) if factors.scaling != 1 else d_b]
         return gradients
 
-    def _weight(self) -> torch.Tensor:
+    def _weight(self) -> Tensor:
         return self.packed_weight
 
-    def _matmul(self, packed: PackedInput, out: torch.Tensor) -> None:
+    def _matmul(self, packed: PackedInput, out: Tensor) -> None:
         assert packed.buffer is not None
         torch.mm(packed.buffer, self._weight()[: self.outputs].t(), out=out)
 
-    def _matmul_backward(self, d: PackedInput, out: torch.Tensor) -> None:
+    def _matmul_backward(self, d: PackedInput, out: Tensor) -> None:
         assert d.buffer is not None
         torch.mm(d.buffer, self._weight()[:, : self.inputs], out=out)
 
@@ -403,7 +390,7 @@ class DequantizedLinearGroup(FusedLinearGroup):
         self.register_buffer("lora_a", like.new_zeros(self.lora_width, self.inputs), persistent=False)
         self.register_buffer("lora_b", like.new_zeros(self.outputs, self.lora_width), persistent=False)
 
-    def _weight(self) -> torch.Tensor:
+    def _weight(self) -> Tensor:
         height, width = self.outputs + self.lora_width, self.inputs + self.lora_width
         packed = self.lora_a.new_empty(height, width + -width % ROW_ALIGNMENT)[:, :width]
         torch.cat([base.dequantize() for base in self._bases], out=packed[: self.outputs, : self.inputs])
@@ -416,13 +403,13 @@ class Fp8LinearGroup(DequantizedLinearGroup):
     """Group of fp8 layers, multiplied as fp8 including LoRA: W and the parts of B in one buffer, W' and the parts of A'
     in another. The products with A and B alone, and the LoRA gradients, are in the compute type."""
 
-    codes: torch.Tensor
+    codes: Tensor
     """(outputs, inputs + FP8_PARTS * lora width)"""
-    scale: torch.Tensor
+    scale: Tensor
     """(outputs, 1)"""
-    codes_back: torch.Tensor
+    codes_back: Tensor
     """(inputs, outputs + FP8_PARTS * lora width)"""
-    scale_back: torch.Tensor
+    scale_back: Tensor
     """(inputs, 1)"""
 
     def _pack_weights(self, bases: Sequence[nn.Linear]) -> None:
@@ -459,29 +446,29 @@ class Fp8LinearGroup(DequantizedLinearGroup):
             a = codes_a[:, :, factors.columns].permute(1, 2, 0)
             yield WeightCopy(factors.a, a, 1.0, self.scale_back, scale_dim=1)
 
-    def workspace(self, like: torch.Tensor, width: int) -> PackedInput:
+    def workspace(self, like: Tensor, width: int) -> PackedInput:
         return self._fp8_input(like.new_empty(len(like), width))
 
-    def pack(self, x: torch.Tensor) -> PackedInput:
+    def pack(self, x: Tensor) -> PackedInput:
         # `x` itself is not copied: only codes and projection must be contiguous.
         packed = self._fp8_input(x.contiguous())
         copy_rows(x, packed)
         return packed
 
-    def _fp8_input(self, x: torch.Tensor) -> PackedInput:
+    def _fp8_input(self, x: Tensor) -> PackedInput:
         rows, width = x.shape
         codes = x.new_empty(rows, width + FP8_PARTS * self.lora_width, dtype=self.codes.dtype)
         scale = x.new_empty(rows, 1, dtype=torch.float32)
         return PackedInput(x, x.new_empty(rows, self.lora_width), None, codes, scale)
 
-    def _matmul(self, packed: PackedInput, out: torch.Tensor) -> None:
+    def _matmul(self, packed: PackedInput, out: Tensor) -> None:
         _matmul_fp8(packed, self.codes, self.scale, out)
 
-    def _matmul_backward(self, d: PackedInput, out: torch.Tensor) -> None:
+    def _matmul_backward(self, d: PackedInput, out: Tensor) -> None:
         _matmul_fp8(d, self.codes_back, self.scale_back, out)
 
 
-def _matmul_fp8(packed: PackedInput, codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+def _matmul_fp8(packed: PackedInput, codes: Tensor, scale: Tensor, out: Tensor) -> None:
     """Multiply packed fp8 rows by the transpose of fp8 weights."""
     append_fp8_projection(packed)
     assert packed.codes is not None and packed.scale is not None
@@ -513,7 +500,7 @@ def _lora_width(linears: Sequence[Any]) -> int:
     return ranks + -ranks % LORA_ALIGNMENT
 
 
-def _matmul_as(dtype: torch.dtype, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _matmul_as(dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
     """Multiply in the type of the parameter that the result is a gradient of. It is accumulated in fp32 in any case."""
     if left.is_cuda and left.dtype != dtype == torch.float32:
         return torch.mm(left, right, out_dtype=dtype)

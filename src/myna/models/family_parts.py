@@ -1,4 +1,4 @@
-"""Families of transformers checkpoints: module selection by name, the common part of renderers, the base class."""
+"""Parts of families: module selection by name, and what all renderers have in common."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import nn
 
 from myna.core.errors import DataError, ModelError
 from myna.data.conversation import AudioClip, Conversation
-from myna.models.base import Family, LoraTargets, RenderedSequence, get_base_model
-from myna.models.files import load_tokenizer
+from myna.models.base import LoraTargets, RenderedSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,91 +159,3 @@ class PromptRenderer(ABC):
     @cached_property
     def _control_tokens(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self.tokenizer.get_added_vocab())) or r"(?!)")
-
-
-class HFFamily(Family):
-    """Family of a transformers checkpoint. Without a folder it is a configuration for counting and planning."""
-
-    checkpoint: ClassVar[Any]
-    """`checkpoint` module of the family."""
-    modules: ClassVar[ModulePatterns]
-    builtin_config: ClassVar[Any]
-    objective_type: ClassVar[Any]
-    """Class of the training objective, which takes the settings of `objective`."""
-
-    def __init__(self, source: str, config: Any, folder: Path | None, codec: str | None = None) -> None:
-        self.source = source
-        self.config = config
-        self.folder = folder
-        self._codec = codec
-
-    @classmethod
-    def open(cls, source: str, folder: Path, codec: str | None = None) -> Self:
-        family = cls(source, cls.checkpoint.read_config(folder), folder, codec)
-        cls.checkpoint.check_tokenizer(family.config, family.tokenizer)
-        return family
-
-    @classmethod
-    def builtin(cls, name: str) -> Self:
-        """Open a true-size configuration without weights or tokenizer."""
-        return cls(name, cls.builtin_config(), None)
-
-    @property
-    @abstractmethod
-    def renderer(self) -> PromptRenderer:
-        """Renderer of conversations to token ids."""
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        return load_tokenizer(self._require_folder())
-
-    @property
-    def has_weights(self) -> bool:
-        return self.folder is not None
-
-    @property
-    def prompt_revision(self) -> str:
-        return self.renderer.revision
-
-    @cached_property
-    def text_revision(self) -> str:
-        return self.renderer.text_revision
-
-    def count_tokens(self, texts: Mapping[str, str]) -> list[int]:
-        return self.renderer.count_tokens(texts)
-
-    def render(self, conversation: Conversation, **supervise: bool) -> RenderedSequence:
-        return self.renderer.render(conversation, **supervise)
-
-    def length(self, conversation: Conversation) -> int:
-        return self.renderer.length(conversation)
-
-    def check_weights(self) -> str:
-        return str(self.checkpoint.check_weights(self._require_folder(), self.config))
-
-    def load_model(self, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool) -> nn.Module:
-        folder = Path() if torch.device(device).type == "meta" else self._require_folder()
-        load: Callable[..., nn.Module] = self.checkpoint.load_weights
-        return load(folder, self.config, dtype=dtype, device=device, text_head=text_head)
-
-    def objective(self, model: nn.Module, **settings: Any) -> nn.Module:
-        return self.objective_type(model, **settings)  # type: ignore[no-any-return]
-
-    def layers(self, objective: Any) -> Sequence[nn.Module]:
-        return list(objective.layers)
-
-    def lora_targets(self, model: nn.Module, mode: str, custom: Sequence[str] = ()) -> LoraTargets:
-        return self.modules.lora_targets(get_base_model(model), mode, custom)
-
-    def module_names(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        return self.modules.module_names(get_base_model(model))
-
-    def show_token(self, id: int) -> str:
-        return str(self.tokenizer.decode([id]))
-
-    def _require_folder(self) -> Path:
-        if self.folder is None:
-            raise ModelError(
-                f"{self.source} is a configuration without weights", hint="name a checkpoint: a folder or a hub name"
-            )
-        return self.folder
