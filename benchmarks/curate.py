@@ -158,10 +158,9 @@ def measure_analysis(planted: Path, truths: dict[str, Truth], models_folder: Pat
             turns = label_speakers(local, speakers=speakers)
             nearest = np.searchsorted(frame_times(len(turns.overlap)), frames).clip(0, len(turns.overlap) - 1)
             error, spoken = diarization_error(reference, turns.active[nearest])
-            row[label], row["speakers"] = (
-                error / spoken,
-                len(turns.speech_seconds) if label == "der" else row["speakers"],
-            )
+            row[label] = error / spoken
+            if label == "der":
+                row["speakers"] = len(turns.embeddings)
             totals[label] += error
         totals["spoken"] += spoken
         found, planted_overlap = turns.overlap[nearest] > 0.3, np.stack(list(reference.values())).sum(0) > 1

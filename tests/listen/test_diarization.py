@@ -16,8 +16,6 @@ from myna.listen.diarization import (
     find_local_speakers,
     frame_times,
     label_speakers,
-    link_speakers,
-    powerset,
 )
 from myna.listen.models import AnalysisModels
 
@@ -35,8 +33,6 @@ def windows_of(*windows: dict[tuple[float, float], int], voices: dict[tuple[int,
     keys = sorted(voices)
     solo = activity & (activity.sum(-1, keepdims=True) == 1)
     return LocalSpeakers(
-        seconds=5.0 * len(windows) + 5,
-        step_seconds=5.0,
         activity=activity,
         overlap=np.zeros(frames, np.float32),
         window=np.array([key[0] for key in keys], np.int64),
@@ -48,7 +44,6 @@ def windows_of(*windows: dict[tuple[float, float], int], voices: dict[tuple[int,
 
 def test_the_powerset_has_no_speaker_then_each_then_each_pair() -> None:
     assert POWERSET.tolist() == [[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [1, 0, 1], [0, 1, 1]]
-    assert powerset(4, 3).shape == (1 + 4 + 6 + 4, 4)
 
 
 def test_local_speakers_of_two_windows_become_two_speakers_with_overlap() -> None:
@@ -59,11 +54,9 @@ def test_local_speakers_of_two_windows_become_two_speakers_with_overlap() -> Non
         voices={(0, 0): EAST, (0, 1): NORTH, (1, 0): NORTH, (1, 2): EAST},
     )
     turns = label_speakers(local)
-    assert [turn.speaker for turn in turns.turns] == [1, 0]
-    first, second = turns.turns
-    assert (first.start, first.end) == pytest.approx((0, 6), abs=0.1)
-    assert (second.start, second.end) == pytest.approx((5, 15), abs=0.1)
-    assert turns.change_points == [pytest.approx(5.5, abs=0.1)]
+    times = frame_times(len(turns.active))
+    assert times[turns.active[:, 1]][[0, -1]] == pytest.approx((0, 6), abs=0.1)
+    assert times[turns.active[:, 0]][[0, -1]] == pytest.approx((5, 15), abs=0.1)
     assert turns.speaker_shares(8, 12) == {0: 1.0}
     assert turns.speaker_shares(5, 6) == pytest.approx({0: 0.5, 1: 0.5}, abs=0.1)
     assert turns.embeddings == pytest.approx(np.stack([NORTH, EAST]))
@@ -72,9 +65,8 @@ def test_local_speakers_of_two_windows_become_two_speakers_with_overlap() -> Non
 def test_another_number_of_speakers_needs_no_listening() -> None:
     near = (EAST + 0.5 * NORTH) / np.linalg.norm(EAST + 0.5 * NORTH)
     local = windows_of({(0, 5): 0, (5, 10): 1}, voices={(0, 0): EAST, (0, 1): near})
-    assert len(label_speakers(local).speech_seconds) == 1
-    assert len(label_speakers(local, speakers=2).speech_seconds) == 2
-    assert len(label_speakers(local, threshold=0.95).speech_seconds) == 2
+    assert len(label_speakers(local).embeddings) == 1
+    assert len(label_speakers(local, speakers=2).embeddings) == 2
 
 
 def test_clusters_below_a_share_of_the_speech_are_dissolved() -> None:
@@ -105,24 +97,11 @@ def test_enrolled_speakers_keep_their_numbers_and_strangers_follow() -> None:
 def test_zeros_and_empty_arrays_have_no_speaker() -> None:
     assert cluster_embeddings(np.zeros((2, 3), np.float32), [1, 1]).tolist() == [-1, -1]
     assert cluster_embeddings(np.empty((0, 3), np.float32), []).tolist() == []
-    assert link_speakers([]) == []
-
-
-def test_speakers_of_parts_are_linked_by_voice() -> None:
-    parts = [
-        (np.stack([EAST, NORTH]), [10.0, 20.0]),
-        (np.empty((0, 3), np.float32), []),
-        (np.stack([UP, EAST]), [5.0, 9.0]),
-    ]
-    first, empty, last = link_speakers(parts)
-    assert len(empty) == 0
-    assert first[0] == last[1]
-    assert len({*first.tolist(), *last.tolist()}) == 3
 
 
 def test_listening_finds_local_speakers_of_every_window() -> None:
     class Alternating(SegmentationNetwork):
-        def segment(self, samples: Samples, step_seconds: float) -> np.ndarray:  # noqa: ARG002
+        def segment(self, samples: Samples) -> np.ndarray:  # noqa: ARG002
             classes = np.zeros((3, FRAMES), np.int64)
             classes[:, :200], classes[:, 200:400], classes[:, 400:] = 1, 4, 2  # first, both, second
             return np.eye(7, dtype=np.float32)[classes]
@@ -144,7 +123,7 @@ def test_listening_finds_local_speakers_of_every_window() -> None:
 
 def test_silence_has_no_speakers() -> None:
     class Silent(SegmentationNetwork):
-        def segment(self, samples: Samples, step_seconds: float) -> np.ndarray:  # noqa: ARG002
+        def segment(self, samples: Samples) -> np.ndarray:  # noqa: ARG002
             return np.eye(7, dtype=np.float32)[np.zeros((2, FRAMES), np.int64)]
 
     class Unheard:
@@ -155,7 +134,7 @@ def test_silence_has_no_speakers() -> None:
 
     models = AnalysisModels(segmentation=Silent(), speaker_encoder=Unheard())
     turns = label_speakers(find_local_speakers(np.zeros(15 * 16_000, np.float32), 16_000, models))
-    assert turns.turns == []
+    assert not turns.active.any()
     assert turns.speaker_shares(0, 15) == {}
     assert turns.overlap_share(0, 15) == 0
 
@@ -166,7 +145,7 @@ def test_without_its_model_diarization_says_what_to_type() -> None:
 
 
 def test_the_segmentation_network_has_589_frames_in_10_seconds() -> None:
-    probabilities = SegmentationNetwork().eval().segment(np.zeros(12 * 16_000, np.float32), 5.0)
+    probabilities = SegmentationNetwork().eval().segment(np.zeros(12 * 16_000, np.float32))
     assert probabilities.shape == (2, FRAMES, 7)
     assert probabilities.sum(-1) == pytest.approx(1, abs=1e-4)
     assert frame_times(FRAMES)[-1] < 10

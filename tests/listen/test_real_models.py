@@ -43,7 +43,7 @@ def speech() -> Samples:
 
 def test_segmentation_equals_pyannotes_own_code(models: AnalysisModels) -> None:
     assert models.segmentation is not None
-    [probabilities] = models.segmentation.segment(babble(10, 7, 16_000), 5.0)
+    [probabilities] = models.segmentation.segment(babble(10, 7, 16_000))
     assert probabilities[::40] == pytest.approx(np.array(REFERENCE["segmentation"]), abs=1e-4)
 
 

@@ -16,7 +16,7 @@ from myna.core.device import pick_device
 from myna.core.io import curation_models_folder
 from myna.curate.settings import ListenSettings
 from myna.listen.asr import ASR, TimedTranscript, Transcript
-from myna.listen.diarization import speaker_turns
+from myna.listen.diarization import find_local_speakers, label_speakers
 from myna.listen.fingerprints import fingerprint
 from myna.listen.models import (
     AnalysisModels,
@@ -128,7 +128,7 @@ class CurationModels:
         """Return the speaker turns; None without the models for them."""
         if self.networks.segmentation is None or self.networks.speaker_encoder is None:
             return None
-        return speaker_turns(samples, sample_rate, self.networks)
+        return label_speakers(find_local_speakers(samples, sample_rate, self.networks))
 
     def embed(self, samples: Samples, sample_rate: int) -> npt.NDArray[np.float32]:
         """Return the speaker embedding of the middle of a clip; empty without an encoder."""

@@ -23,7 +23,7 @@ from myna.curate.models import CurationModels
 from myna.curate.recordings import CURATION_RATE, DecodedRecording, RecordingFile
 from myna.curate.settings import LoudnessSettings, SpeakerSettings
 from myna.data.segments import SCHEMA, TABLE_FILE, empty_row, set_columns
-from myna.listen.diarization import LINKED_SPEAKER_COSINE, NOBODY, fewest_seconds, link_speakers
+from myna.listen.diarization import LINKED_SPEAKER_COSINE, NOBODY, cluster_embeddings, fewest_seconds
 from myna.listen.fingerprints import find_duplicates
 
 ROW_GROUP_ROWS = 100_000
@@ -177,8 +177,9 @@ def link_table_speakers(
     # Speech outside all turns never starts a new speaker; it is assigned to the nearest one.
     weights = np.array([seconds[rows].sum() if named else 0.0 for named, rows in groups])
     names = list(enrolled or {})
-    [labels] = link_speakers(
-        [(means, weights if weights.any() else np.array([seconds[rows].sum() for _, rows in groups]))],
+    labels = cluster_embeddings(
+        means,
+        weights if weights.any() else [seconds[rows].sum() for _, rows in groups],
         speakers=settings.number,
         threshold=settings.threshold if settings.threshold is not None else LINKED_SPEAKER_COSINE,
         enrolment=np.array([enrolled[name] for name in names], np.float32) if enrolled else None,

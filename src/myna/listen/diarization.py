@@ -2,18 +2,16 @@
 
 The segmentation network is pyannote's segmentation-3.0 (PyanNet: SincNet, LSTM, linear) in plain torch. Module names
 are those of the published checkpoint; its sinc filters are weights of a plain convolution here
-(`myna setup curation`). Each frame has one class of the powerset of three speakers, at most two of them at
-once.
+(`myna setup curation`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,21 +30,18 @@ WINDOW_SECONDS = 10.0
 FRAME_SAMPLES, FRAME_STEP_SAMPLES = 991, 270
 """Samples of a frame's receptive field, and from one frame to the next."""
 FRAME_SECONDS = FRAME_STEP_SAMPLES / LISTENING_RATE
-LOCAL_SPEAKERS, MAX_SIMULTANEOUS = 3, 2
+STEP_SECONDS = 5.0
+"""Seconds from the beginning of one window to the next."""
+LOCAL_SPEAKERS = 3
 BATCH_WINDOWS, GPU_BATCH_WINDOWS = 8, 64
 """Windows per batch. A CPU gains nothing from more, and every eight take 100 MB."""
 
 FloatArray = npt.NDArray[np.float32]
 
 
-def powerset(speakers: int, max_simultaneous: int) -> FloatArray:
-    """Return the speakers active in each class (classes x speakers), in the order of `combinations`; class 0 has
-    none."""
-    sets = [one for size in range(max_simultaneous + 1) for one in combinations(range(speakers), size)]
-    return np.array([[speaker in one for speaker in range(speakers)] for one in sets], np.float32)
-
-
-POWERSET = powerset(LOCAL_SPEAKERS, MAX_SIMULTANEOUS)
+_SETS = [one for size in (0, 1, 2) for one in combinations(range(LOCAL_SPEAKERS), size)]
+POWERSET = np.array([[speaker in one for speaker in range(LOCAL_SPEAKERS)] for one in _SETS])
+"""Speakers of a window that are active in each class (classes x speakers), at most two of them at once."""
 
 
 def frame_times(frames: int) -> npt.NDArray[np.float64]:
@@ -75,12 +70,12 @@ class SegmentationNetwork(nn.Module):
         return F.log_softmax(self.classifier(x), -1)
 
     @torch.inference_mode()
-    def segment(self, samples: Samples, step_seconds: float) -> FloatArray:
-        """Return class probabilities (windows x frames x classes) of windows that begin every `step_seconds`.
+    def segment(self, samples: Samples) -> FloatArray:
+        """Return class probabilities (windows x frames x classes) of mono samples at 16 kHz.
 
-        Samples are mono at 16 kHz. The last window is filled up with silence.
+        The last window is filled up with silence.
         """
-        size, step = round(WINDOW_SECONDS * LISTENING_RATE), round(step_seconds * LISTENING_RATE)
+        size, step = round(WINDOW_SECONDS * LISTENING_RATE), round(STEP_SECONDS * LISTENING_RATE)
         count = 1 + max(0, -(-(len(samples) - size) // step))
         device = self.classifier.weight.device
         batch_size = BATCH_WINDOWS if device.type == "cpu" else GPU_BATCH_WINDOWS
@@ -125,8 +120,6 @@ class _SincNet(nn.Module):
         return x
 
 
-STEP_SECONDS = 5.0
-"""Seconds from the beginning of one window to the next."""
 MIN_SOLO_SECONDS = 1.0
 """Seconds of solo speech below which a local speaker starts no cluster and joins the nearest one."""
 MIN_EMBEDDED_SECONDS = 0.3
@@ -152,24 +145,15 @@ MAX_OUTLIERS = 50
 MIN_SPLIT_DISTANCE = 0.2
 """Distance (1 - cosine) below which two clusters are certainly one voice."""
 OVERLAP_PROBABILITY = 0.3
-MAX_BRIDGED_SECONDS, MIN_TURN_SECONDS = 0.25, 0.1
 NOBODY = -1
 
 IntArray = npt.NDArray[np.int64]
-
-
-class SpeakerTurn(NamedTuple):
-    start: float
-    end: float
-    speaker: int
 
 
 @dataclass(frozen=True)
 class LocalSpeakers:
     """Local speakers of every window of a recording: the input of clustering."""
 
-    seconds: float
-    step_seconds: float
     activity: npt.NDArray[np.bool_]
     """Activity of each local speaker in each frame of each window (windows, frames, 3)."""
     overlap: FloatArray
@@ -188,27 +172,17 @@ class LocalSpeakers:
 class SpeakerTurns:
     """Speaker turns of a recording. Speakers are numbered from 0 in order of decreasing speech."""
 
-    turns: list[SpeakerTurn]
     active: npt.NDArray[np.bool_]
     """Activity (frames, speakers)."""
     overlap: FloatArray
     """Probability that two people speak (frames)."""
     embeddings: FloatArray
     """Normalised mean embedding of each speaker (speakers, size)."""
-    speech_seconds: FloatArray
-    """Seconds of speech of each speaker."""
-    local: LocalSpeakers
 
-    @property
-    def change_points(self) -> list[float]:
-        """Seconds at which the speaker changes: the middle between two turns, or of their overlap."""
-        pairs = zip(self.turns, self.turns[1:], strict=False)
-        return [(first.end + second.start) / 2 for first, second in pairs if first.speaker != second.speaker]
-
-    def overlap_share(self, start: float, end: float, probability: float = OVERLAP_PROBABILITY) -> float:
+    def overlap_share(self, start: float, end: float) -> float:
         """Return the share of a span in which two people probably speak."""
         frames = self._frames(start, end)
-        return float((self.overlap[frames] > probability).mean()) if frames.stop > frames.start else 0.0
+        return float((self.overlap[frames] > OVERLAP_PROBABILITY).mean()) if frames.stop > frames.start else 0.0
 
     def speaker_shares(self, start: float, end: float) -> dict[int, float]:
         """Return the share of the speech in a span by speaker; empty without speech."""
@@ -220,50 +194,32 @@ class SpeakerTurns:
         return slice(int(first), int(last))
 
 
-def speaker_turns(
-    samples: Samples,
-    sample_rate: int,
-    models: AnalysisModels,
-    *,
-    speakers: int | None = None,
-    threshold: float = SAME_SPEAKER_COSINE,
-    enrolment: FloatArray | None = None,
-) -> SpeakerTurns:
-    """Find the speaker turns of a recording: by threshold, with a known number of speakers, or with enrolled voices."""
-    local = find_local_speakers(samples, sample_rate, models)
-    return label_speakers(local, speakers=speakers, threshold=threshold, enrolment=enrolment)
-
-
-def find_local_speakers(
-    samples: Samples, sample_rate: int, models: AnalysisModels, step_seconds: float = STEP_SECONDS
-) -> LocalSpeakers:
+def find_local_speakers(samples: Samples, sample_rate: int, models: AnalysisModels) -> LocalSpeakers:
     """Find the speakers of each window, and embed each from the frames in which no other speaks."""
     network = require(models.segmentation, "speaker turns")
     wave = as_mono_16khz(samples, sample_rate)
-    probabilities = network.segment(wave, step_seconds)
-    active = POWERSET[probabilities.argmax(-1)] > 0.5
+    probabilities = network.segment(wave)
+    active = POWERSET[probabilities.argmax(-1)]
     frames = max(1, int(np.ceil(len(wave) / LISTENING_RATE / FRAME_SECONDS)))
     solo = active & (active.sum(-1, keepdims=True) == 1)
     window, local, seconds = [], [], []
 
     def solo_clips() -> Iterator[Samples]:
         for index, speaker in np.argwhere(solo.any(1)):
-            clip = _solo_audio(wave, round(index * step_seconds * LISTENING_RATE), solo[index, :, speaker])
+            clip = _solo_audio(wave, round(index * STEP_SECONDS * LISTENING_RATE), solo[index, :, speaker])
             if len(clip) >= MIN_EMBEDDED_SECONDS * LISTENING_RATE:
                 window.append(index)
                 local.append(speaker)
                 seconds.append(solo[index, :, speaker].sum() * FRAME_SECONDS)
-                yield _fixed_length(clip)
+                step = round(EMBEDDED_STEP_SECONDS * LISTENING_RATE)
+                yield clip[: len(clip) // step * step] if len(clip) >= step else np.resize(clip, step)
 
-    embeddings = list(
-        embed_speakers(solo_clips(), LISTENING_RATE, require(models.speaker_encoder, "speaker embeddings"))
-    )
+    encoder = require(models.speaker_encoder, "speaker embeddings")
+    embeddings = list(embed_speakers(solo_clips(), LISTENING_RATE, encoder))
     overlap = probabilities[..., POWERSET.sum(1) > 1].sum(-1)
     return LocalSpeakers(
-        seconds=len(wave) / LISTENING_RATE,
-        step_seconds=step_seconds,
         activity=active,
-        overlap=_over_windows(overlap[..., None], step_seconds, frames)[:, 0],
+        overlap=_over_windows(overlap[..., None], frames)[:, 0],
         window=np.array(window, np.int64),
         local=np.array(local, np.int64),
         embeddings=np.stack(embeddings).astype(np.float32) if embeddings else np.empty((0, 0), np.float32),
@@ -271,23 +227,11 @@ def find_local_speakers(
     )
 
 
-def label_speakers(
-    local: LocalSpeakers,
-    *,
-    speakers: int | None = None,
-    threshold: float = SAME_SPEAKER_COSINE,
-    enrolment: FloatArray | None = None,
-    min_share: float = MIN_SHARE,
-) -> SpeakerTurns:
-    """Cluster local speakers, and name the speakers of every frame. No network runs here.
-
-    `enrolment` are embeddings of known voices: speakers have their numbers, and other speakers follow.
-    """
+def label_speakers(local: LocalSpeakers, *, speakers: int | None = None) -> SpeakerTurns:
+    """Cluster local speakers, and name the speakers of every frame. No network runs here."""
     weights = np.where(local.solo_seconds >= MIN_SOLO_SECONDS, local.solo_seconds, 0)
-    weights = weights * np.float32(min(1.0, local.step_seconds / WINDOW_SECONDS))  # windows overlap
-    clusters = cluster_embeddings(
-        local.embeddings, weights, speakers=speakers, threshold=threshold, enrolment=enrolment, min_share=min_share
-    )
+    weights = weights * np.float32(STEP_SECONDS / WINDOW_SECONDS)  # windows overlap
+    clusters = cluster_embeddings(local.embeddings, weights, speakers=speakers)
     count = int(clusters.max(initial=NOBODY)) + 1
     windows, window_frames, _ = local.activity.shape
     activity = np.zeros((windows, window_frames, count), np.float32)
@@ -295,19 +239,11 @@ def label_speakers(
         if cluster != NOBODY:
             activity[window, local.activity[window, :, speaker], cluster] = 1
     frames = len(local.overlap)
-    heads = _over_windows(local.activity.sum(-1, keepdims=True).astype(np.float32), local.step_seconds, frames)
-    scores = _over_windows(activity, local.step_seconds, frames)
+    heads = _over_windows(local.activity.sum(-1, keepdims=True).astype(np.float32), frames)
+    scores = _over_windows(activity, frames)
     ranks = (-scores).argsort(1, kind="stable").argsort(1, kind="stable")
     active = (ranks < np.round(heads)) & (scores > 0)
-    turns = _turns(active)
-    return SpeakerTurns(
-        turns=turns,
-        active=active,
-        overlap=local.overlap,
-        embeddings=_centroids(local.embeddings, clusters, weights, count),
-        speech_seconds=(active.sum(0) * FRAME_SECONDS).astype(np.float32),
-        local=local,
-    )
+    return SpeakerTurns(active, local.overlap, _centroids(local.embeddings, clusters, weights, count))
 
 
 def cluster_embeddings(
@@ -357,32 +293,6 @@ def cluster_embeddings(
     return labels
 
 
-def link_speakers(
-    parts: Sequence[tuple[FloatArray, npt.ArrayLike]],
-    *,
-    speakers: int | None = None,
-    threshold: float = LINKED_SPEAKER_COSINE,
-    enrolment: FloatArray | None = None,
-    enrolment_threshold: float = ENROLMENT_COSINE,
-    min_share: float = MIN_SHARE,
-) -> list[IntArray]:
-    """Return the global speaker of each part's speakers from their mean embeddings and seconds of speech; -1 for
-    none."""
-    sizes = [len(embeddings) for embeddings, _ in parts]
-    if not sum(sizes):
-        return [np.empty(0, np.int64) for _ in parts]
-    labels = cluster_embeddings(
-        np.concatenate([embeddings for embeddings, _ in parts if len(embeddings)]),
-        np.concatenate([np.asarray(seconds, np.float64) for _, seconds in parts]),
-        speakers=speakers,
-        threshold=threshold,
-        enrolment=enrolment,
-        enrolment_threshold=enrolment_threshold,
-        min_share=min_share,
-    )
-    return np.split(labels, np.cumsum(sizes)[:-1])
-
-
 def fewest_seconds(total: float, min_share: float) -> float:
     """Return the minimum seconds of speech that make a speaker, given the total seconds of speech."""
     return min(min_share * total, ENOUGH_SECONDS)
@@ -421,10 +331,10 @@ def _unit(vectors: FloatArray) -> FloatArray:
     return np.asarray(vectors / np.where(norms > 0, norms, 1), np.float32)
 
 
-def _over_windows(values: FloatArray, step_seconds: float, frames: int) -> FloatArray:
+def _over_windows(values: FloatArray, frames: int) -> FloatArray:
     """Average over the windows that hold a frame, weighting their middles most: (windows, frames, n) -> (frames, n)."""
     weight = np.hamming(values.shape[1]).astype(np.float32)[:, None]
-    starts = [round(index * step_seconds * LISTENING_RATE / FRAME_STEP_SAMPLES) for index in range(len(values))]
+    starts = [round(index * STEP_SECONDS * LISTENING_RATE / FRAME_STEP_SAMPLES) for index in range(len(values))]
     length = max(frames, starts[-1] + values.shape[1])
     total, weights = np.zeros((length, values.shape[2]), np.float32), np.full((length, 1), 1e-9, np.float32)
     for start, window in zip(starts, values, strict=True):
@@ -435,7 +345,7 @@ def _over_windows(values: FloatArray, step_seconds: float, frames: int) -> Float
 
 def _solo_audio(wave: Samples, offset: int, solo: npt.NDArray[np.bool_]) -> Samples:
     """Return the samples of the frames in which one speaker is alone; a frame stands for the step around its centre."""
-    centre = offset + (991 - FRAME_STEP_SAMPLES) // 2
+    centre = offset + (FRAME_SAMPLES - FRAME_STEP_SAMPLES) // 2
     edges = np.flatnonzero(np.diff(np.concatenate([[False], solo, [False]])))
     spans = [
         wave[centre + first * FRAME_STEP_SAMPLES : centre + after * FRAME_STEP_SAMPLES]
@@ -443,28 +353,3 @@ def _solo_audio(wave: Samples, offset: int, solo: npt.NDArray[np.bool_]) -> Samp
     ]
     spans.sort(key=len, reverse=True)
     return np.concatenate(spans)[: round(MAX_EMBEDDED_SECONDS * LISTENING_RATE)]
-
-
-def _fixed_length(clip: Samples) -> Samples:
-    """Cut a clip to a multiple of half a second, or repeat it up to half a second."""
-    step = round(EMBEDDED_STEP_SECONDS * LISTENING_RATE)
-    if len(clip) >= step:
-        return clip[: len(clip) // step * step]
-    return np.resize(clip, step)
-
-
-def _turns(active: npt.NDArray[np.bool_]) -> list[SpeakerTurn]:
-    turns: list[SpeakerTurn] = []
-    half = FRAME_SECONDS / 2
-    times = frame_times(len(active))
-    for speaker in range(active.shape[1]):
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], active[:, speaker], [False]])))
-        spans: list[list[float]] = []
-        for first, after in zip(edges[::2], edges[1::2], strict=True):
-            start, end = max(0.0, float(times[first]) - half), float(times[after - 1]) + half
-            if spans and start - spans[-1][1] < MAX_BRIDGED_SECONDS:
-                spans[-1][1] = end
-            else:
-                spans.append([start, end])
-        turns += [SpeakerTurn(start, end, speaker) for start, end in spans if end - start >= MIN_TURN_SECONDS]
-    return sorted(turns)
