@@ -138,9 +138,9 @@ def diarization_error(reference: dict[str, BoolArray], hypothesis: BoolArray) ->
 def measure_analysis(planted: Path, truths: dict[str, Truth], models_folder: Path) -> dict[str, Any]:
     """Diarization error and overlap detection of each recording, and music and noise in and outside their stretches."""
     from myna.listen.diarization import find_local_speakers, frame_times, label_speakers
-    from myna.listen.models import AnalysisSettings, load_models
+    from myna.listen.models import load_models
 
-    models = load_models(AnalysisSettings(folder=models_folder))
+    models = load_models(models_folder)
     report: dict[str, Any] = {}
     totals: dict[str, float] = defaultdict(float)
     for name, truth in truths.items():

@@ -38,7 +38,7 @@ from myna.evaluate.pipeline import read_item_scores
 from myna.evaluate.ranking import CheckpointScore, best_checkpoint
 from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import Recordings, Subject, run_metadata
-from myna.listen import asr, speaker_encoders, weights
+from myna.listen import asr, models, speaker_encoders
 from myna.listen.asr import ASR
 from myna.listen.mos import DistillMOS
 from myna.listen.speaker_encoders import EcapaNetwork, open_speaker_encoder
@@ -337,7 +337,7 @@ def test_scorers_are_opened_on_the_device_that_was_asked_for(
     tiny_scorers.save_whisper(tmp_path / "whisper")
     tiny_scorers.save_wavlm(tmp_path / "wavlm")
     devices: dict[str, str] = {}
-    original = weights.load_pretrained
+    original = models.load_pretrained
 
     def load_pretrained(folder: Path, *given: Any, device: str, **options: Any) -> Any:
         devices[folder.name] = device

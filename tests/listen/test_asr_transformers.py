@@ -18,7 +18,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from myna.audio.files import Samples
 from myna.core.errors import CheckpointError, ModelError
 from myna.evaluate.scoring import Scorers
-from myna.listen import weights
+from myna.listen import models
 from myna.listen.asr import ASR, Transcript, is_transformers_whisper
 from tests.evaluate.tiny_scorers import LETTERS, save_whisper
 
@@ -152,7 +152,7 @@ def test_a_hub_out_of_reach_is_told_in_the_column(monkeypatch: pytest.MonkeyPatc
         wanted.append((repository, allow_patterns))
         raise OSError("no route to the hub")
 
-    monkeypatch.setattr(weights, "snapshot_download", unreachable)
+    monkeypatch.setattr(models, "snapshot_download", unreachable)
     scorers = Scorers.open("transformers:base")
     assert scorers.asr is None and "openai/whisper-base" in scorers.missing["asr"]
     assert "no route to the hub" in scorers.missing["asr"] and "hf download" in scorers.missing["asr"]
@@ -162,5 +162,5 @@ def test_a_hub_out_of_reach_is_told_in_the_column(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_name_on_the_hub_is_opened_by_what_was_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "snapshot_download", lambda *_, **__: str(folder))
+    monkeypatch.setattr(models, "snapshot_download", lambda *_, **__: str(folder))
     assert ASR.open("someone/whisper-tuned").name.startswith("transformers ")

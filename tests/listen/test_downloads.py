@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from myna.core.errors import ModelError
 from myna.core.io import curation_models_folder, whisper_folder
 from myna.listen import asr, downloads
-from myna.listen.models import AnalysisSettings
 from tests.command_line import run_command
 
 
@@ -249,4 +248,4 @@ def test_models_are_downloaded_into_the_cache_and_found_there(
     assert {path.name for path in whisper_folder().iterdir()} == {*CONTENT}
     assert whisper_folder().is_relative_to(tmp_path / "home")
     assert asr._folder("base", by_transformers=False) == whisper_folder()
-    assert AnalysisSettings().folder == curation_models_folder() == tmp_path / "home" / "curation"
+    assert curation_models_folder() == tmp_path / "home" / "curation"

@@ -12,23 +12,22 @@ from safetensors.torch import save_file
 from myna.audio.signal_measures import bandwidth_hz
 from myna.core.errors import CheckpointError
 from myna.data.segments import MEASURES
+from myna.listen.background import MUSIC_WINDOW_SECONDS, SpeechMusicNoiseNetwork, log_mel_patches
 from myna.listen.diarization import SegmentationNetwork
 from myna.listen.models import (
     FILES,
     AnalysisModels,
-    AnalysisSettings,
     batches,
     capabilities,
     load_models,
     map_batches,
     measure,
 )
-from myna.listen.music import WINDOW_SECONDS, SpeechMusicNoiseNetwork, log_mel_patches
 from tests.listen.signals import SAMPLE_RATE, babble
 
 
 def test_an_empty_folder_gives_no_models_and_says_what_is_lost(tmp_path: Path) -> None:
-    settings = AnalysisSettings(folder=tmp_path)
+    settings = tmp_path
     models = load_models(settings)
     assert models == AnalysisModels()
     report = {one.name: one for one in capabilities(settings)}
@@ -40,7 +39,7 @@ def test_an_empty_folder_gives_no_models_and_says_what_is_lost(tmp_path: Path) -
 def test_weights_in_the_folder_are_loaded_and_named_by_their_hash(tmp_path: Path) -> None:
     save_file(SegmentationNetwork().state_dict(), tmp_path / "segmentation.safetensors")
     save_file(SpeechMusicNoiseNetwork().state_dict(), tmp_path / "speech_music_noise.safetensors")
-    models = load_models(AnalysisSettings(folder=tmp_path))
+    models = load_models(tmp_path)
     assert models.segmentation is not None
     assert models.music is not None
     assert set(models.versions) == {"segmentation", "music"}
@@ -49,7 +48,7 @@ def test_weights_in_the_folder_are_loaded_and_named_by_their_hash(tmp_path: Path
 def test_a_file_with_other_weights_is_refused(tmp_path: Path) -> None:
     save_file(SpeechMusicNoiseNetwork().state_dict(), tmp_path / "segmentation.safetensors")
     with pytest.raises(CheckpointError, match="does not fit SegmentationNetwork"):
-        load_models(AnalysisSettings(folder=tmp_path))
+        load_models(tmp_path)
 
 
 def test_without_models_measures_are_nan_and_signal_measures_are_there() -> None:
@@ -85,8 +84,8 @@ def test_music_of_any_length_has_a_share_and_silence_none() -> None:
 
 def test_music_of_an_hour_is_measured_minute_by_minute() -> None:
     network = SpeechMusicNoiseNetwork().eval()
-    sound = babble(WINDOW_SECONDS + 5, 2, 16_000)
-    first, rest = sound[: round(WINDOW_SECONDS * 16_000)], sound[round(WINDOW_SECONDS * 16_000) :]
+    sound = babble(MUSIC_WINDOW_SECONDS + 5, 2, 16_000)
+    first, rest = sound[: round(MUSIC_WINDOW_SECONDS * 16_000)], sound[round(MUSIC_WINDOW_SECONDS * 16_000) :]
     apart = np.concatenate([network.classify(first, 16_000), network.classify(rest, 16_000)])
     assert np.allclose(network.classify(sound, 16_000), apart, atol=1e-5)
 

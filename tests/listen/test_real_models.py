@@ -13,8 +13,8 @@ import torch
 
 import myna.demo
 from myna.audio.files import Samples, read_audio
-from myna.listen.models import FILES, AnalysisModels, AnalysisSettings, load_models, measure
-from myna.listen.music import log_mel_patches
+from myna.listen.background import log_mel_patches
+from myna.listen.models import FILES, AnalysisModels, load_models, measure
 from myna.listen.speaker_encoders import cosine_similarity
 from myna.listen.voice_activity import voice_activity
 from tests.listen.signals import babble
@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def models() -> AnalysisModels:
-    return load_models(AnalysisSettings(folder=CURATION, threads=1))
+    return load_models(CURATION, threads=1)
 
 
 @pytest.fixture(scope="module")

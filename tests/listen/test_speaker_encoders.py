@@ -16,7 +16,7 @@ from myna.audio.files import Samples
 from myna.core.errors import CheckpointError, ModelError
 from myna.core.io import ecapa_file
 from myna.evaluate.scoring import Scorers
-from myna.listen import weights
+from myna.listen import models
 from myna.listen.speaker_encoders import EcapaEncoder, EcapaNetwork, cosine_similarity, open_speaker_encoder
 from tests.evaluate.tiny_scorers import save_wavlm
 
@@ -129,7 +129,7 @@ def test_a_missing_encoder_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
     def unreachable(*_: object, **__: object) -> str:
         raise OSError("no route to the hub")
 
-    monkeypatch.setattr(weights, "snapshot_download", unreachable)
+    monkeypatch.setattr(models, "snapshot_download", unreachable)
     missing = Scorers.open(None, "wavlm").missing["speaker_encoder"]
     assert "microsoft/wavlm-base-plus-sv" in missing and "no route to the hub" in missing
     assert "there is no speaker encoder" in Scorers.open(None, str(tmp_path / "nothing")).missing["speaker_encoder"]

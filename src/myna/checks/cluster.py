@@ -110,7 +110,7 @@ def node_facts(models: Path, model: str | None, asr: str | None) -> NodeFacts:
 
     from myna.core.io import bytes_hash, file_hash
     from myna.listen.asr import ASR
-    from myna.listen.models import AnalysisSettings, load_models
+    from myna.listen.models import load_models
     from myna.models import open_family
 
     package = Path(__file__).parents[1]
@@ -121,7 +121,7 @@ def node_facts(models: Path, model: str | None, asr: str | None) -> NodeFacts:
         "transformers": metadata.version("transformers"),
         "myna": f"{metadata.version('myna')} {source[:8]}",
         "curation models": _or_problem(
-            lambda: ", ".join(sorted(f"{k} {v}" for k, v in load_models(AnalysisSettings(models)).versions.items()))
+            lambda: ", ".join(sorted(f"{k} {v}" for k, v in load_models(models).versions.items()))
         ),
     }
     if asr is not None:

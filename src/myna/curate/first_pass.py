@@ -28,7 +28,7 @@ from myna.core.io import atomic_write, fsync
 from myna.core.pools import absolute_folder
 from myna.curate import cutting
 from myna.curate.cutting import CutClip, RecognisedWord, SpanMs, Stretch
-from myna.curate.models import CurationModels, SpeakerActivity, analysis_settings
+from myna.curate.models import CurationModels, SpeakerActivity, models_folder
 from myna.curate.recordings import (
     CURATION_RATE,
     PARTS_FOLDER,
@@ -356,7 +356,7 @@ def with_absolute_paths(settings: CurateSettings) -> CurateSettings:
     absolute = {
         "asr": absolute_folder(listen.asr),
         "check_asr": listen.check_asr and absolute_folder(listen.check_asr),
-        "models": str(analysis_settings(listen).folder.absolute()),
+        "models": str(models_folder(listen).absolute()),
     }
     return settings.model_copy(update={"listen": listen.model_copy(update=absolute)})
 

@@ -20,7 +20,6 @@ from myna.listen.diarization import find_local_speakers, label_speakers
 from myna.listen.fingerprints import fingerprint
 from myna.listen.models import (
     AnalysisModels,
-    AnalysisSettings,
     batches,
     capabilities,
     load_models,
@@ -93,7 +92,7 @@ class CurationModels:
 
         asr = None if settings.asr == NO_ASR else open_asr(settings.asr)
         check = open_asr(settings.check_asr) if settings.check_asr and settings.check_asr != settings.asr else asr
-        networks = load_models(analysis_settings(settings, threads))
+        networks = load_models(models_folder(settings), str(pick_device(settings.device)), threads)
         return cls(voice_activity, asr, check, networks, str(pick_device(settings.device).type))
 
     @property
@@ -164,14 +163,13 @@ def _middle(samples: Samples, sample_rate: int) -> Samples:
     return samples[first : first + size] if size else np.resize(samples, step)
 
 
-def analysis_settings(settings: ListenSettings, threads: int = 0) -> AnalysisSettings:
-    folder = Path(settings.models).expanduser() if settings.models else curation_models_folder()
-    return AnalysisSettings(folder=folder, device=str(pick_device(settings.device)), threads=threads)
+def models_folder(settings: ListenSettings) -> Path:
+    return Path(settings.models).expanduser() if settings.models else curation_models_folder()
 
 
 def missing_models(settings: ListenSettings) -> list[str]:
     """Say what cannot be done on this machine, why that matters, and what to type."""
-    missing = [one for one in capabilities(analysis_settings(settings)) if not one.available]
+    missing = [one for one in capabilities(models_folder(settings)) if not one.available]
     notes = [f"{one.name}: {one.what_is_lost} ({one.what_to_install})" for one in missing]
     if settings.asr == NO_ASR:
         notes.append("recogniser: without text no clip is kept (--asr base, or the folder of a Whisper)")

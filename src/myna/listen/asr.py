@@ -20,8 +20,8 @@ from myna.core.compat import set_beam_reordering
 from myna.core.device import is_out_of_memory, pick_device
 from myna.core.errors import ModelError, import_optional
 from myna.core.io import whisper_folder
+from myna.listen.models import HUB_FILES, download_snapshot, load_pretrained
 from myna.listen.torch_whisper import open_torch_whisper
-from myna.listen.weights import HUB_FILES, download_snapshot, load_pretrained
 from myna.listen.whisper_windows import BEAMS, DecodedClip, decode_clips
 from myna.models.files import format_names, read_json
 

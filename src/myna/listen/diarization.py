@@ -21,9 +21,8 @@ from torch.nn import functional as F
 
 from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz
 from myna.core.errors import import_optional
-from myna.listen.models import AnalysisModels, require
+from myna.listen.models import INSTALL, AnalysisModels, remake_hint, require
 from myna.listen.speaker_encoders import embed_speakers
-from myna.listen.weights import INSTALL, remake_hint
 from myna.models.files import load_network
 
 WINDOW_SECONDS = 10.0

@@ -1,29 +1,32 @@
-"""Models that measure recordings: which are available, what is lost without each, and the measures of a clip."""
+"""Models that listen: where their weights come from, which are available, and the measures of a clip."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
+from huggingface_hub import snapshot_download
 
 from myna.audio.files import Samples
 from myna.audio.signal_measures import bandwidth_hz, clipped_share, integrated_loudness
-from myna.core.errors import ModelError
+from myna.core.errors import CheckpointError, ModelError, import_optional
 from myna.core.io import bytes_hash, curation_models_folder, file_hash
-from myna.listen.weights import FETCH_COMMAND, INSTALL
+from myna.models.files import error_summary, format_names, quiet_transformers, weight_files
 
 if TYPE_CHECKING:
+    from myna.listen.background import DeepFilterNet, SpeechMusicNoiseNetwork
     from myna.listen.diarization import SegmentationNetwork
     from myna.listen.mos import DNSMOSNetwork
-    from myna.listen.music import SpeechMusicNoiseNetwork
-    from myna.listen.noise import DeepFilterNet
     from myna.listen.speaker_encoders import SpeakerEncoder
 
+INSTALL = 'pip install "myna[curate]"'
+FETCH_COMMAND = "myna setup curation"
 FILES = {
     "segmentation": ("segmentation.safetensors",),
     "speaker encoder": ("ecapa.safetensors",),
@@ -68,16 +71,6 @@ class Capability(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AnalysisSettings:
-    folder: Path = field(default_factory=curation_models_folder)
-    speaker_encoder: str | None = None
-    """Encoder as in `myna evaluate --speaker-encoder`; None for ECAPA from the folder."""
-    device: str = "cpu"
-    threads: int = 0
-    """Threads of the ONNX models; 0 lets onnxruntime choose. Torch uses the threads of the process."""
-
-
-@dataclass(frozen=True)
 class AnalysisModels:
     """Models that were found. A missing model is None, and its measures are NaN."""
 
@@ -90,51 +83,46 @@ class AnalysisModels:
     """Hash of the weights of each available model. Results are comparable if these are equal."""
 
 
-def load_models(settings: AnalysisSettings | None = None) -> AnalysisModels:
-    """Load all available models. A damaged file is an error, a missing one is not."""
+def load_models(folder: Path | None = None, device: str = "cpu", threads: int = 0) -> AnalysisModels:
+    """Load all models that are in the folder. A damaged file is an error, a missing one is not.
+
+    The ONNX models use `threads` threads (0 lets onnxruntime choose), torch those of the process.
+    """
+    from myna.listen.background import DeepFilterNet, SpeechMusicNoiseNetwork
     from myna.listen.diarization import SegmentationNetwork
     from myna.listen.mos import DNSMOSNetwork
-    from myna.listen.music import SpeechMusicNoiseNetwork
-    from myna.listen.noise import DeepFilterNet
     from myna.listen.speaker_encoders import ECAPA, open_speaker_encoder
 
-    settings = settings or AnalysisSettings()
-    folder, device, threads = settings.folder, settings.device, settings.threads
+    folder = folder or curation_models_folder()
     versions: dict[str, str] = {}
 
-    def load(name: str, opener: Callable[[], T]) -> T | None:
-        if not _is_available(name, settings):
+    def load(name: str, opener: Callable[[Path], T]) -> T | None:
+        if not _is_available(name, folder):
             return None
-        files = [folder / file for file in FILES[name]]
-        versions[name] = bytes_hash("".join(map(file_hash, files)).encode())[:12]
-        return opener()
+        versions[name] = weights_hash(folder / file for file in FILES[name])
+        return opener(folder / FILES[name][0])
 
-    encoder: Any = None
-    if settings.speaker_encoder is not None:
-        encoder = open_speaker_encoder(settings.speaker_encoder, device)
-    elif _is_available("speaker encoder", settings):
-        encoder = open_speaker_encoder(f"{ECAPA}:{folder / FILES['speaker encoder'][0]}", device)
+    encoder = load("speaker encoder", lambda file: open_speaker_encoder(f"{ECAPA}:{file}", device))
     if encoder is not None:
         versions["speaker encoder"] = encoder.name
     return AnalysisModels(
-        segmentation=load("segmentation", lambda: SegmentationNetwork.open(folder / FILES["segmentation"][0], device)),
-        speaker_encoder=encoder,
-        music=load("music", lambda: SpeechMusicNoiseNetwork.open(folder / FILES["music"][0], device)),
-        noise=load("noise", lambda: DeepFilterNet.open(folder, threads)),
-        quality=load("quality", lambda: DNSMOSNetwork.open(folder / FILES["quality"][0], device)),
-        versions=versions,
+        load("segmentation", lambda file: SegmentationNetwork.open(file, device)),
+        encoder,
+        load("music", lambda file: SpeechMusicNoiseNetwork.open(file, device)),
+        load("noise", lambda file: DeepFilterNet.open(file.parent, threads)),
+        load("quality", lambda file: DNSMOSNetwork.open(file, device)),
+        versions,
     )
 
 
-def capabilities(settings: AnalysisSettings | None = None) -> list[Capability]:
+def capabilities(folder: Path | None = None) -> list[Capability]:
     """List what can be measured on this machine; for everything else what to type and what is lost. Loads nothing."""
-    settings = settings or AnalysisSettings()
     report = []
     for name, lost in LOST.items():
         command = PACKAGES[name][1] if name in PACKAGES else FETCH_COMMAND
         if name in FILES and not _has_runtime(name):
             command = f"{INSTALL} && {FETCH_COMMAND}"
-        report.append(Capability(name, _is_available(name, settings), command, lost))
+        report.append(Capability(name, _is_available(name, folder or curation_models_folder()), command, lost))
     return report
 
 
@@ -145,12 +133,10 @@ def require(model: T | None, purpose: str) -> T:
     return model
 
 
-def _is_available(name: str, settings: AnalysisSettings) -> bool:
-    if name == "speaker encoder" and settings.speaker_encoder is not None:
-        return True
+def _is_available(name: str, folder: Path) -> bool:
     if name in PACKAGES and importlib.util.find_spec(PACKAGES[name][0]) is None:
         return False
-    return _has_runtime(name) and all((settings.folder / file).is_file() for file in FILES.get(name, ()))
+    return _has_runtime(name) and all((folder / file).is_file() for file in FILES.get(name, ()))
 
 
 def _has_runtime(name: str) -> bool:
@@ -200,3 +186,71 @@ def map_batches(
         for numbers in batches(order, size):
             results |= zip(numbers, call([group[number] for number in numbers]), strict=True)
         yield from (results[number] for number in range(len(group)))
+
+
+def remake_hint(file: Path) -> str:
+    """Return the command that mends a damaged file of weights."""
+    return f"make the folder anew: rm -r {file.parent} && {FETCH_COMMAND}"
+
+
+HUB_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "*.json", "*.txt")
+"""Files downloaded of a checkpoint of transformers: no pickles, and no second copy in another precision."""
+
+
+def download_snapshot(repository: str, *files: str) -> Path:
+    """Return the local folder of a hub repository; download it once."""
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(files)))
+    except Exception as error:
+        raise ModelError(
+            f"{repository} is no folder here, and the hub did not give it: {error_summary(error)}",
+            hint=f"check the name and the network, or fetch it elsewhere with `hf download {repository}` and give the "
+            "path of that folder",
+        ) from error
+
+
+def load_pretrained(
+    folder: Path, name: str, classes: Sequence[Any], *, hint: str, device: str = "cpu", unused: tuple[str, ...] = ()
+) -> tuple[Any, ...]:
+    """Load a transformers model in fp32 and its processors; return them with the hash of the weights.
+
+    Missing or unexpected weights are refused, unless their names begin with one of `unused`.
+    """
+    weights = weight_files(folder)
+    model_class, *processor_classes = classes
+    try:
+        with quiet_transformers():
+            model, report = model_class.from_pretrained(
+                str(folder), local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+            )
+        processors = [one.from_pretrained(str(folder), local_files_only=True) for one in processor_classes]
+        model = model.to(device).eval().requires_grad_(False)
+    except Exception as error:
+        raise ModelError(f"{name} cannot be opened on {device}: {error_summary(error)}", hint=hint) from error
+    keys = [str(key) for kind in ("missing", "unexpected", "mismatched") for key in report[f"{kind}_keys"]]
+    if wrong := sorted(key for key in keys if not key.startswith(unused)):
+        raise CheckpointError(
+            f"the weights of {folder} are not those of its config.json: {format_names(wrong)}",
+            hint="they would be random in these places; download the checkpoint again",
+        )
+    return model, *processors, weights_hash(weights)
+
+
+def weights_hash(files: Iterable[Path]) -> str:
+    """Return the identity of weights in files."""
+    return bytes_hash("".join(map(file_hash, files)).encode())[:12]
+
+
+def open_onnx(file: Path, threads: int = 0) -> Any:
+    """Open an ONNX model on the CPU with this many threads; 0 lets onnxruntime choose."""
+    runtime = import_optional("onnxruntime", INSTALL)
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    # An arena grows to the need of the longest clip, and is never given back.
+    options.enable_cpu_mem_arena = False
+    try:
+        return runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        problem = f"{file} cannot be opened: {str(error).splitlines()[0]}"
+        raise CheckpointError(problem, hint=remake_hint(file)) from error

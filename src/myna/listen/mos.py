@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz
 from myna.core.errors import AudioError, ConfigError, import_optional
-from myna.listen.weights import remake_hint
+from myna.listen.models import remake_hint
 from myna.models.files import load_network
 
 # Both require torchaudio, which would replace torch, so they are installed alone; their other imports come with Myna.

@@ -19,8 +19,7 @@ from myna.core.compat import conv_output_length
 from myna.core.device import release_free_memory
 from myna.core.errors import CheckpointError, ModelError, import_optional
 from myna.core.io import DEFAULT_SPEAKER_ENCODER, ecapa_file, file_hash
-from myna.listen.models import map_batches
-from myna.listen.weights import HUB_FILES, download_snapshot, load_pretrained
+from myna.listen.models import HUB_FILES, download_snapshot, load_pretrained, map_batches
 from myna.models.files import format_names, load_network, read_json, weight_files
 
 RESEMBLYZER, ECAPA, WAVLM = "resemblyzer", "ecapa", "wavlm"

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz
 from myna.audio.signal_measures import SpeechSpan
 from myna.core.errors import import_optional
-from myna.listen.weights import INSTALL
+from myna.listen.models import INSTALL
 
 SPEECH_PROBABILITY, SILENCE_PROBABILITY = 0.5, 0.35
 """Probability at which speech begins, and below which it may end."""
