@@ -16,8 +16,7 @@ import soxr  # type: ignore[import-untyped]
 
 from myna.audio.files import Samples, read_audio, write_audio
 from myna.audio.signal_measures import speech_spans
-from myna.curate.first_pass import OpenModels
-from myna.curate.models import CurationModels
+from myna.curate.first_pass import CurationModels, OpenModels
 from myna.curate.recordings import CURATION_RATE
 from myna.curate.settings import CurateSettings, ListenSettings, load_curate_settings
 from myna.data.manifest import read_manifest

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from myna.audio.files import Samples, write_audio
-from myna.curate.first_pass import Part, run_first_pass
-from myna.curate.models import CurationModels
+from myna.curate.first_pass import CurationModels, Part, run_first_pass
 from myna.curate.recordings import CURATION_RATE
 from myna.curate.settings import CurateSettings
 from myna.listen.models import AnalysisModels

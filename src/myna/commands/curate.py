@@ -198,7 +198,7 @@ def _paths(sources: PathLike | Sequence[PathLike]) -> list[Path]:
 
 
 def _missing_models(options: dict[str, Any]) -> list[str]:
-    from myna.curate.models import missing_models
+    from myna.curate.first_pass import missing_models
     from myna.curate.settings import curation_settings
 
     given = {name: value for name, value in options.items() if name in CurationOptions.__annotations__}

@@ -21,19 +21,10 @@ from myna.core.errors import ConfigError, DataError
 from myna.core.io import claim_folder, lock_folder, save_text
 from myna.core.pools import Pool, open_pool
 from myna.core.progress import ProgressCallback, silent
-from myna.curate import second_pass
+from myna.curate import first_pass, second_pass
 from myna.curate.decision import THRESHOLDS, decide
 from myna.curate.export import add_diacritics, assign_splits, name_clips, write_clips, write_curated_manifest
-from myna.curate.first_pass import (
-    CurationWorker,
-    OpenModels,
-    Part,
-    WorkerContext,
-    default_workers,
-    findings_path,
-    with_absolute_paths,
-)
-from myna.curate.models import NO_ASR, CurationModels
+from myna.curate.first_pass import NO_ASR, CurationModels, CurationWorker, OpenModels, Part, findings_path
 from myna.curate.recordings import CURATION_RATE, DecodedRecording, RecordingFile, find_recordings
 from myna.curate.settings import CurateSettings
 from myna.curate.texts import apply_scripts, read_script
@@ -121,9 +112,9 @@ def run_curation(
     with lock_folder(out, "curating into"):
         notes: list[str] = []
         if sources:
-            context = WorkerContext(out.absolute(), with_absolute_paths(settings), open_models)
-            make_worker = partial(CurationWorker, context)
-            number = workers or (default_workers(settings.listen.device) if ray is None else None)
+            absolute = first_pass.with_absolute_paths(settings)
+            make_worker = partial(CurationWorker, out.absolute(), absolute, open_models)
+            number = workers or (first_pass.default_workers(settings.listen.device) if ray is None else None)
             with open_pool(make_worker, number, ray, settings.listen.device) as pool:
                 index = _listen(sources, out, settings, script, limit, pool, progress, notes)
         else:
@@ -209,25 +200,18 @@ def _model_names(pool: Pool[CurationWorker]) -> list[str]:
     return names
 
 
-def part_list(recordings: second_pass.Recordings, first_pass: str) -> dict[str, list[Part]]:
+def part_list(recordings: second_pass.Recordings, first_pass_hash: str) -> dict[str, list[Part]]:
     """Return the parts of the first pass by recording, without recordings that are copies of another one."""
     copies = second_pass.find_copies(recordings)
-    parts = {}
+    parts: dict[str, list[Part]] = {}
     for file, decoded in recordings:
         if file.name not in copies:
-            parts[file.name] = [
-                Part(
-                    hashlib.sha256(
-                        f"{decoded.recording_hash} {one.pcm_hash} {one.start_ms} {one.end_ms} {first_pass}".encode()
-                    ).hexdigest(),
-                    decoded.recording_hash,
-                    one.start_ms,
-                    one.end_ms,
-                    one.audio,
-                    one.clipped,
-                )
-                for one in decoded.parts
-            ]
+            parts[file.name] = []
+            for one in decoded.parts:
+                key = f"{decoded.recording_hash} {one.pcm_hash} {one.start_ms} {one.end_ms} {first_pass_hash}"
+                part_id = hashlib.sha256(key.encode()).hexdigest()
+                part = Part(part_id, decoded.recording_hash, one.start_ms, one.end_ms, one.audio, one.clipped)
+                parts[file.name].append(part)
     return parts
 
 
@@ -338,7 +322,7 @@ def forecast(
         if not sampled:
             raise DataError("no recording could be read", hint="; ".join(notes) or "name other files")
         began = time.monotonic()
-        processes = workers or default_workers(settings.listen.device)
+        processes = workers or first_pass.default_workers(settings.listen.device)
         result = run_curation(
             [folder / "sample"],
             folder / "curated",

@@ -77,6 +77,14 @@ class CutClip:
     def text(self) -> str:
         return "".join(word.text for stretch in self.stretches for word in stretch.words).strip()
 
+    @property
+    def start_of_speech(self) -> int:
+        return self.stretches[0].start_ms
+
+    @property
+    def end_of_speech(self) -> int:
+        return self.stretches[-1].end_ms
+
 
 def merge_speech(spans: Sequence[SpanMs], length_ms: int, min_gap_ms: int) -> list[SpanMs]:
     """Return spans of speech within the part, joined if the silence between them is too short for a cut."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,25 +25,21 @@ import soundfile
 from myna.audio.files import LISTENING_RATE, Samples
 from myna.audio.signal_measures import noise_floor_db, speech_level_db
 from myna.core.device import memory_limit, pick_device, release_free_memory
-from myna.core.io import atomic_write, fsync
+from myna.core.io import atomic_write, curation_models_folder, fsync
 from myna.core.pools import absolute_folder
-from myna.curate import cutting
+from myna.curate import cutting, recordings
 from myna.curate.cutting import CutClip, RecognisedWord, SpanMs, Stretch
-from myna.curate.models import CurationModels, SpeakerActivity, models_folder
-from myna.curate.recordings import (
-    CURATION_RATE,
-    PARTS_FOLDER,
-    SAMPLES_PER_MS,
-    DecodedRecording,
-    Pcm,
-    as_samples,
-    decode_recording,
-    resample_pcm,
-)
+from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, DecodedRecording, Pcm, as_samples
 from myna.curate.settings import CurateSettings, ListenSettings
 from myna.curate.texts import measure_text
 from myna.data.segments import SCHEMA, empty_row
-from myna.listen.asr import TimedTranscript
+from myna.listen.asr import ASR, TimedTranscript, Transcript
+from myna.listen.diarization import SpeakerTurns, find_local_speakers, label_speakers
+from myna.listen.fingerprints import fingerprint
+from myna.listen.models import AnalysisModels, batches, capabilities, load_models, map_batches, measure
+from myna.listen.speaker_encoders import embed_speakers
+from myna.listen.voice_activity import voice_activity
+from myna.text.spoken_forms import normalise_spoken_text
 
 EDGE_MS = 1500
 """Milliseconds at the start and at the end of a clip that are compared with its speaker."""
@@ -65,6 +62,113 @@ CLEAR_COSINE_MARGIN = 0.1
 
 FloatArray = npt.NDArray[np.float32]
 
+NO_ASR = "none"
+FIRST_PASS_FORMAT = 5
+"""Version of the first pass. Raise it if equal models give other rows: parts are then listened to again."""
+EMBEDDED_STEP_SECONDS = 0.5
+"""Step in seconds of embedded lengths: each new length costs the convolutions a new plan."""
+MAX_EMBEDDED_SECONDS = 8.0
+"""Maximum seconds of a clip that are embedded, from its middle."""
+
+
+class WordRecogniser(Protocol):
+    """ASR that gives the times of words."""
+
+    @property
+    def name(self) -> str:
+        """Identity of the weights."""
+
+    @property
+    def batch_size(self) -> int:
+        """Best number of clips per batch."""
+
+    def transcribe_batch(
+        self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
+    ) -> list[Transcript]: ...
+
+    def transcribe_words_batch(
+        self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
+    ) -> list[TimedTranscript]: ...
+
+
+FindSpeechSpans = Callable[[Samples, int], list[tuple[float, float]]]
+"""Function that returns voice activity in seconds from mono samples and their rate."""
+
+
+@dataclass(frozen=True)
+class CurationModels:
+    """Models that listen to a part. A missing one gives NaN, an empty text or one speaker."""
+
+    find_speech: FindSpeechSpans
+    asr: WordRecogniser | None
+    check_asr: WordRecogniser | None
+    networks: AnalysisModels
+    device: str = "cpu"
+
+    @classmethod
+    def open(cls, settings: ListenSettings, threads: int = 0) -> CurationModels:
+        def open_asr(name: str) -> ASR:
+            return ASR.open(name, settings.device, threads=threads, float16=True)
+
+        asr = None if settings.asr == NO_ASR else open_asr(settings.asr)
+        check = open_asr(settings.check_asr) if settings.check_asr and settings.check_asr != settings.asr else asr
+        networks = load_models(models_folder(settings), str(pick_device(settings.device)), threads)
+        return cls(voice_activity, asr, check, networks, str(pick_device(settings.device).type))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all models with versions, and of the procedure: rows of parts are comparable if these are equal."""
+        recognisers = [one.name if one is not None else NO_ASR for one in (self.asr, self.check_asr)]
+        networks = (f"{name} {version}" for name, version in sorted(self.networks.versions.items()))
+        return [f"first pass {FIRST_PASS_FORMAT} on {self.device}", *recognisers, *networks]
+
+    def transcribe(self, clips: Iterable[Samples], language: str | None) -> Iterator[TimedTranscript]:
+        """Yield the first transcription of each clip, with the times of words."""
+        if self.asr is None:
+            yield from (TimedTranscript() for _ in clips)
+            return
+        for batch in batches(clips, self.asr.batch_size):
+            yield from self.asr.transcribe_words_batch(batch, CURATION_RATE, [language] * len(batch))
+
+    def check(self, clips: Iterable[tuple[Samples, str | None]]) -> Iterator[str]:
+        """Yield the text of the second transcription of each clip, given with its language."""
+        if self.check_asr is None:
+            yield from ("" for _ in clips)
+            return
+        asr = self.check_asr
+
+        def transcribe(batch: list[tuple[Samples, str | None]]) -> list[str]:
+            samples, languages = zip(*batch, strict=True)
+            return [one.text for one in asr.transcribe_batch(samples, CURATION_RATE, languages)]
+
+        yield from map_batches(transcribe, clips, asr.batch_size, lambda clip: len(clip[0]))
+
+    def embed(self, clips: Iterable[Samples]) -> Iterator[FloatArray]:
+        """Yield the speaker embeddings of the middles of clips; empty ones without an encoder."""
+        if self.networks.speaker_encoder is None:
+            return (np.empty(0, np.float32) for _ in clips)
+        return embed_speakers(map(_middle, clips), CURATION_RATE, self.networks.speaker_encoder)
+
+
+def _middle(samples: Samples) -> Samples:
+    step = round(EMBEDDED_STEP_SECONDS * CURATION_RATE)
+    size = min(len(samples) // step * step, round(MAX_EMBEDDED_SECONDS * CURATION_RATE))
+    first = (len(samples) - size) // 2
+    return samples[first : first + size] if size else np.resize(samples, step)
+
+
+def models_folder(settings: ListenSettings) -> Path:
+    return Path(settings.models).expanduser() if settings.models else curation_models_folder()
+
+
+def missing_models(settings: ListenSettings) -> list[str]:
+    """Say what cannot be done on this machine, why that matters, and what to type."""
+    missing = [one for one in capabilities(models_folder(settings)) if not one.available]
+    notes = [f"{one.name}: {one.what_is_lost} ({one.what_to_install})" for one in missing]
+    if settings.asr == NO_ASR:
+        notes.append("recogniser: without text no clip is kept (--asr base, or the folder of a Whisper)")
+    return notes
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -83,10 +187,6 @@ class Part:
     def seconds(self) -> float:
         return (self.end_ms - self.start_ms) / 1000
 
-    def read(self, folder: Path) -> Pcm:
-        pcm, _ = soundfile.read(folder / self.audio, dtype="int16")
-        return np.asarray(pcm, np.int16)
-
 
 def segment_id(recording_hash: str, start_ms: int, end_ms: int) -> str:
     return hashlib.sha256(f"{recording_hash} {start_ms} {end_ms}".encode()).hexdigest()[:16]
@@ -97,36 +197,49 @@ def run_first_pass(part: Part, pcm: Pcm, models: CurationModels, settings: Curat
     length = part.end_ms - part.start_ms
     speech, speakers = _find_speech(pcm, length, models, settings)
     chunks = _transcribe(pcm, speech, models, settings.listen.language)
-    voices = list(models.embed_all((_cut(pcm, *span) for span in speech), CURATION_RATE))
+    voices = list(models.embed(_cut(pcm, *span) for span in speech))
     stretches = _stretches(speech, chunks, voices, speakers)
     clips = cutting.cut_clips(stretches, length, settings.cut)
-    sources = [_source(clip, chunks) for clip in clips]
+    sources = [
+        [
+            chunk.transcript
+            for chunk in chunks
+            if chunk.start_ms < clip.end_of_speech and clip.start_of_speech < chunk.end_ms
+        ]
+        for clip in clips
+    ]
     languages = (source[0].language or None for source in sources)
     audio = (_cut(pcm, clip.start_ms, clip.end_ms) for clip in clips)
-    checks = models.check(zip(audio, languages, strict=True), CURATION_RATE)
+    checks = models.check(zip(audio, languages, strict=True))
     rows = [
-        _clip_row(part, _cut(pcm, clip.start_ms, clip.end_ms), clip, source, check, models, speakers)
+        _clip_row(part, pcm, clip, source, check, models, speakers)
         for clip, source, check in zip(clips, sources, checks, strict=True)
     ]
     for row, voice in zip(rows, _clip_voices(clips, speech, voices), strict=True):
         row["embedding"] = voice
-    for row, clip in zip(rows, clips, strict=True):
-        row["gap_snr_db"] = _gap_snr_db(pcm, clip)
     _compare_ends(rows, pcm, part, models)
-    rows += [_gap_row(part, pcm, gap, models) for gap in _gaps(clips, length)]
+    edges = [0, *(time for clip in clips for time in (clip.start_ms, clip.end_ms)), length]
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        if end > start:
+            rows.append(_segment(part, start, end, "gap"))
+        if end - start >= MIN_MEASURED_GAP_MS and models.networks.music is not None:
+            rows[-1]["music_share"] = models.networks.music.music_share(_cut(pcm, start, end), CURATION_RATE)
+            release_free_memory()
     rows.sort(key=lambda row: row["start_ms"])
     return pa.Table.from_pylist([empty_row() | row for row in rows], SCHEMA)
 
 
 def _find_speech(
     pcm: Pcm, length_ms: int, models: CurationModels, settings: CurateSettings
-) -> tuple[list[SpanMs], SpeakerActivity | None]:
+) -> tuple[list[SpanMs], SpeakerTurns | None]:
     """Find speech and speakers of the whole part at the rate of their models, which takes all samples as floats."""
-    wave = resample_pcm(pcm, LISTENING_RATE)
+    wave = recordings.resample_pcm(pcm, LISTENING_RATE)
     spans = models.find_speech(wave, LISTENING_RATE)
     found = [(round(1000 * start), round(1000 * end)) for start, end in spans]
     speech = cutting.merge_speech(found, length_ms, round(1000 * settings.cut.min_gap))
-    speakers = models.find_speakers(wave, LISTENING_RATE)
+    speakers = None
+    if models.networks.segmentation is not None and models.networks.speaker_encoder is not None:
+        speakers = label_speakers(find_local_speakers(wave, LISTENING_RATE, models.networks))
     del wave
     release_free_memory()
     return speech, speakers
@@ -155,15 +268,10 @@ def _transcribe(pcm: Pcm, speech: list[SpanMs], models: CurationModels, language
         behind = speech[after][0] if after < len(speech) else len(pcm) // SAMPLES_PER_MS
         start = max(before, speech[first][0] - CHUNK_PAD_MS)
         spans.append((start, min(behind, speech[after - 1][1] + CHUNK_PAD_MS)))
-    transcripts = models.transcribe((_cut(pcm, *span) for span in spans), CURATION_RATE, language or None)
+    transcripts = models.transcribe((_cut(pcm, *span) for span in spans), language or None)
     chunks = [_Chunk(*span, *one, text) for span, one, text in zip(spans, ranges, transcripts, strict=True)]
     release_free_memory()
     return chunks
-
-
-def _is_overlapped(speakers: SpeakerActivity, span: SpanMs) -> bool:
-    start, end = span[0] / 1000, span[1] / 1000
-    return speakers.overlap_share(start, end) * (end - start) >= MIN_OVERLAP_SECONDS
 
 
 def _is_new_voice(before: SpanMs, span: SpanMs, cosine_before: float) -> bool:
@@ -173,7 +281,7 @@ def _is_new_voice(before: SpanMs, span: SpanMs, cosine_before: float) -> bool:
 
 
 def _stretches(
-    speech: list[SpanMs], chunks: list[_Chunk], voices: list[FloatArray], speakers: SpeakerActivity | None
+    speech: list[SpanMs], chunks: list[_Chunk], voices: list[FloatArray], speakers: SpeakerTurns | None
 ) -> list[Stretch]:
     words: list[tuple[RecognisedWord, ...]] = []
     for chunk in chunks:
@@ -185,13 +293,17 @@ def _stretches(
         words += cutting.assign_words(recognised, speech[chunk.first : chunk.after])
     pairs = zip(speech, speech[1:], voices, voices[1:], strict=False)
     new_voice = [False, *(_is_new_voice(one, two, cosine(voice, other)) for one, two, voice, other in pairs)]
-    overlapped = [speakers is not None and _is_overlapped(speakers, span) for span in speech]
+    overlapped = [
+        speakers is not None
+        and speakers.overlap_share(start / 1000, end / 1000) * (end - start) / 1000 >= MIN_OVERLAP_SECONDS
+        for start, end in speech
+    ]
     labels = _stretch_speakers(speech, voices, speakers)
     columns = zip(speech, labels, words, overlapped, new_voice, strict=False)
     return [Stretch(start, end, label, group, overlap, new) for (start, end), label, group, overlap, new in columns]
 
 
-def _stretch_speakers(speech: list[SpanMs], voices: list[FloatArray], speakers: SpeakerActivity | None) -> list[str]:
+def _stretch_speakers(speech: list[SpanMs], voices: list[FloatArray], speakers: SpeakerTurns | None) -> list[str]:
     """Return the main speaker of each stretch by the speaker turns, unless the voice is clearly another speaker's."""
     if speakers is None:
         return [UNKNOWN_SPEAKER] * len(speech)
@@ -220,30 +332,24 @@ def _clip_voices(clips: list[CutClip], speech: list[SpanMs], voices: list[FloatA
     return means
 
 
-def _source(clip: CutClip, chunks: list[_Chunk]) -> list[TimedTranscript]:
-    """Return the transcripts that the clip's words come from."""
-    start, end = clip.stretches[0].start_ms, clip.stretches[-1].end_ms
-    return [chunk.transcript for chunk in chunks if chunk.start_ms < end and start < chunk.end_ms]
-
-
 def _clip_row(
     part: Part,
-    audio: Samples,
+    pcm: Pcm,
     clip: CutClip,
     sources: list[TimedTranscript],
     check_text: str,
     models: CurationModels,
-    speakers: SpeakerActivity | None,
+    speakers: SpeakerTurns | None,
 ) -> dict[str, Any]:
-    language = sources[0].language
+    language, audio = sources[0].language, _cut(pcm, clip.start_ms, clip.end_ms)
     overlap = speakers.overlap_share(clip.start_ms / 1000, clip.end_ms / 1000) if speakers is not None else math.nan
-    row = _segment(part, clip.start_ms, clip.end_ms, "clip") | models.measure(audio, CURATION_RATE)
+    row = _segment(part, clip.start_ms, clip.end_ms, "clip") | measure(audio, CURATION_RATE, models.networks)
     release_free_memory()  # after each clip: takes 10 ms, and otherwise 100 MB and more stay fragmented
     row |= {
         "local_speaker": clip.stretches[0].speaker,
         "text": clip.text,
         "text_source": "recognised" if clip.text else "",
-        "normalised_text": models.normalise_text(clip.text, language),
+        "normalised_text": normalise_spoken_text(clip.text, language) if clip.text else "",
         "check_text": check_text,
         "language": language,
         "language_probability": min(source.language_probability for source in sources),
@@ -253,7 +359,8 @@ def _clip_row(
         "clipped_share": _clipped(part, clip.start_ms, clip.end_ms),
         "start_gap_ms": clip.start_gap_ms,
         "end_gap_ms": clip.end_gap_ms,
-        "fingerprint": models.fingerprint(audio, CURATION_RATE),
+        "gap_snr_db": _gap_snr_db(pcm, clip),
+        "fingerprint": fingerprint(audio, CURATION_RATE),
     }
     return row | measure_text(clip.text, check_text, language, len(audio) / CURATION_RATE)
 
@@ -283,7 +390,7 @@ def _clipped(part: Part, start_ms: int, end_ms: int) -> float:
 
 def _gap_snr_db(pcm: Pcm, clip: CutClip) -> float:
     """Return the level of the speech above the louder of the silences at its ends, each at its quietest."""
-    start, end = clip.stretches[0].start_ms, clip.stretches[-1].end_ms
+    start, end = clip.start_of_speech, clip.end_of_speech
     before = _cut(pcm, start - min(clip.start_gap_ms, MAX_EDGE_GAP_MS), start)
     behind = _cut(pcm, end, end + min(clip.end_gap_ms, MAX_EDGE_GAP_MS))
     floor = max(noise_floor_db(before, CURATION_RATE), noise_floor_db(behind, CURATION_RATE))
@@ -305,7 +412,7 @@ def _compare_ends(rows: list[dict[str, Any]], pcm: Pcm, part: Part, models: Cura
             end = row["end_ms"] - part.start_ms
             pieces.append((row, "start", (start, min(end, start + EDGE_MS)), centroid))
             pieces.append((row, "end", (max(start, end - EDGE_MS), end), centroid))
-    embeddings = models.embed_all((_cut(pcm, *span) for _, _, span, _ in pieces), CURATION_RATE)
+    embeddings = models.embed(_cut(pcm, *span) for _, _, span, _ in pieces)
     for (row, edge, _, centroid), embedding in zip(pieces, embeddings, strict=True):
         row[f"{edge}_speaker_similarity"] = cosine(embedding, centroid)
 
@@ -317,20 +424,6 @@ def cosine(one: npt.ArrayLike, other: npt.ArrayLike) -> float:
     return float(first @ second) / norm if norm else math.nan
 
 
-def _gaps(clips: list[CutClip], length_ms: int) -> list[SpanMs]:
-    edges = [0, *(time for clip in clips for time in (clip.start_ms, clip.end_ms)), length_ms]
-    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]
-
-
-def _gap_row(part: Part, pcm: Pcm, gap: SpanMs, models: CurationModels) -> dict[str, Any]:
-    start, end = gap
-    row = _segment(part, start, end, "gap")
-    if end - start >= MIN_MEASURED_GAP_MS:
-        row["music_share"] = models.music_share(_cut(pcm, start, end), CURATION_RATE)
-        release_free_memory()
-    return row
-
-
 WORKER_BYTES = 2 << 30
 """Maximum memory of a worker."""
 GPU_WORKER_BYTES = 8 << 30
@@ -338,16 +431,6 @@ GPU_WORKER_BYTES = 8 << 30
 
 OpenModels = Callable[[ListenSettings, int], CurationModels]
 """Function that opens the models in a worker with a number of threads each; must be picklable."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerContext:
-    """Settings of every worker, sent to it once."""
-
-    folder: Path
-    settings: CurateSettings
-    open_models: OpenModels = CurationModels.open
-    threads: int = 1
 
 
 def with_absolute_paths(settings: CurateSettings) -> CurateSettings:
@@ -373,38 +456,36 @@ def default_workers(device: str) -> int:
 
 
 def findings_path(folder: Path, part: Part) -> Path:
-    return folder / PARTS_FOLDER / f"{part.id}.parquet"
+    return folder / recordings.PARTS_FOLDER / f"{part.id}.parquet"
 
 
 class CurationWorker:
     """Worker that decodes recordings and runs the first pass with models opened at first use."""
 
-    def __init__(self, context: WorkerContext) -> None:
-        self._context = context
-        self._models: CurationModels | None = None
+    def __init__(self, folder: Path, settings: CurateSettings, open_models: OpenModels) -> None:
+        self._folder, self._settings, self._open_models = folder, settings, open_models
 
-    @property
+    @cached_property
     def models(self) -> CurationModels:
-        if self._models is None:
-            import torch
+        import torch
 
-            torch.set_num_threads(self._context.threads)
-            self._models = self._context.open_models(self._context.settings.listen, self._context.threads)
-        return self._models
+        torch.set_num_threads(1)
+        return self._open_models(self._settings.listen, 1)
 
     def model_names(self) -> list[str]:
         return self.models.names
 
     def decode(self, path: Path) -> DecodedRecording:
-        listen = self._context.settings.listen
-        find = self.models.find_speech
-        return decode_recording(path, self._context.folder, listen, lambda samples: find(samples, CURATION_RATE))
+        def find(samples: Samples) -> list[tuple[float, float]]:
+            return self.models.find_speech(samples, CURATION_RATE)
+
+        return recordings.decode_recording(path, self._folder, self._settings.listen, find)
 
     def run_first_pass(self, part: Part) -> str:
         """Run the first pass over a part, write the result, and return the part's id."""
-        folder = self._context.folder
-        table = run_first_pass(part, part.read(folder), self.models, self._context.settings)
-        path = findings_path(folder, part)
+        pcm, _ = soundfile.read(self._folder / part.audio, dtype="int16")
+        table = run_first_pass(part, np.asarray(pcm, np.int16), self.models, self._settings)
+        path = findings_path(self._folder, part)
         with atomic_write(path) as temporary:
             pq.write_table(table, temporary, compression="zstd")
             fsync(temporary)

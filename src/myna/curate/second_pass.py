@@ -18,9 +18,8 @@ import pyarrow.parquet as pq
 from myna.audio.files import read_audio
 from myna.core.errors import DataError
 from myna.core.io import atomic_write, fsync
-from myna.curate.first_pass import Part, cosine, segment_id
-from myna.curate.models import CurationModels
-from myna.curate.recordings import CURATION_RATE, DecodedRecording, RecordingFile
+from myna.curate.first_pass import CurationModels, Part, cosine, segment_id
+from myna.curate.recordings import DecodedRecording, RecordingFile
 from myna.curate.settings import LoudnessSettings, SpeakerSettings
 from myna.data.segments import SCHEMA, TABLE_FILE, empty_row, set_columns
 from myna.listen.diarization import LINKED_SPEAKER_COSINE, NOBODY, cluster_embeddings, fewest_seconds
@@ -153,7 +152,7 @@ FloatArray = npt.NDArray[np.float32]
 def enrolment_embeddings(enrolment: Sequence[str], models: CurationModels) -> dict[str, FloatArray]:
     """Return the embeddings of recordings given as FILE or NAME=FILE, by name."""
     named = (one.partition("=")[::2] if "=" in one else (Path(one).stem, one) for one in enrolment)
-    return {name: models.embed(read_audio(Path(path)), CURATION_RATE) for name, path in named}
+    return {name: next(models.embed([read_audio(Path(path))])) for name, path in named}
 
 
 def link_table_speakers(

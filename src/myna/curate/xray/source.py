@@ -1,23 +1,25 @@
-"""Source of an X-ray: the table of a curated folder, or one made from the manifest of a prepared folder."""
+"""Source of an X-ray: a table of segments, a stratified sample of audible pieces, and timelines of recordings."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import soundfile
 
 from myna.audio.files import probe, read_audio
 from myna.audio.signal_measures import bandwidth_hz, clipped_share, snr_db
 from myna.core.errors import AudioError, DataError
-from myna.core.io import string_hash
+from myna.core.io import safe_file_name, string_hash
 from myna.core.progress import ProgressCallback, silent
 from myna.curate.settings import CurateSettings, load_curate_settings
 from myna.curate.texts import measure_text
@@ -25,6 +27,7 @@ from myna.data.corrections import Correction, correct_utterances, load_correctio
 from myna.data.manifest import Utterance, iterate_manifest
 from myna.data.segments import SCHEMA, TABLE_FILE, empty_row
 from myna.data.split import DatasetSplit
+from myna.report.media import encode_flac
 
 LARGE_COLUMNS = ("embedding", "fingerprint")
 MEASURED_CLIPS = 2000
@@ -135,3 +138,158 @@ def _signal_measures(path: Path, rate: int, start: float, end: float) -> dict[st
         "snr_db": snr_db(samples, rate),
         "peak_dbfs": 20 * math.log10(peak) if peak else math.nan,
     }
+
+
+PIECES_PER_REASON = 6
+DOUBTFUL_CLIPS = 30
+"""Number of clips in each of the two lists of doubtful texts."""
+DUPLICATE_PAIRS = 12
+MAX_PIECE_SECONDS = 15
+PIECE_RATE = 24_000
+TIMELINES = 12
+TIMELINE_SEGMENTS = 8000
+"""Number of segments in all timelines together."""
+WAVEFORM_COLUMNS = 500
+WAVEFORM_HOURS = 2.0
+"""Hours of recordings whose waveforms are drawn."""
+
+Rows = npt.NDArray[np.int64]
+
+
+class PieceRows(NamedTuple):
+    """Rows of the table that the page plays, by the section that shows them."""
+
+    reasons: Mapping[str, Sequence[int]]
+    doubtful_kept: Sequence[int]
+    doubtful_dropped: Sequence[int]
+    duplicates: Sequence[tuple[int, int]]
+    examples: Sequence[int]
+
+    def all(self) -> list[int]:
+        pairs = [row for pair in self.duplicates for row in pair]
+        chosen = [row for rows in self.reasons.values() for row in rows]
+        return sorted({*chosen, *self.doubtful_kept, *self.doubtful_dropped, *pairs, *self.examples})
+
+
+def choose_pieces(table: pa.Table, reasons: Iterable[str], example_ids: Sequence[str]) -> PieceRows:
+    """Choose pieces that depend on the table alone; those of one reason come from many recordings."""
+    names = pc.if_else(pc.equal(table["status"], "kept"), "kept", table["reason"]).to_numpy(zero_copy_only=False)
+    audible = table["audio"].to_numpy(zero_copy_only=False) != ""
+    recordings = table["recording"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    chosen = {reason: _spread(np.flatnonzero((names == reason) & audible), recordings) for reason in reasons}
+    cer, edge = (table[name].to_numpy(zero_copy_only=False) for name in ("cer", "edge_cer"))
+    doubt = np.where(np.isfinite(cer), np.fmax(cer, edge), -1.0)
+    kept = np.flatnonzero((names == "kept") & (doubt > 0))
+    dropped = np.flatnonzero((names == "doubtful text") & (doubt >= 0))
+    found = pc.index_in(pa.array(example_ids, pa.string()), value_set=table["id"].combine_chunks())
+    return PieceRows(
+        chosen,
+        kept[np.argsort(-doubt[kept], kind="stable")][:DOUBTFUL_CLIPS].tolist(),
+        dropped[np.argsort(doubt[dropped], kind="stable")][:DOUBTFUL_CLIPS].tolist(),
+        _duplicate_pairs(table, audible),
+        [row for row in found.to_pylist() if row is not None],
+    )
+
+
+def _spread(rows: Rows, recordings: npt.NDArray[Any]) -> list[int]:
+    """Choose some rows, the second of a recording only once every recording has had its first."""
+    shuffled = np.random.default_rng(0).permutation(rows)
+    turn = np.empty(len(shuffled), np.int64)
+    order = np.argsort(recordings[shuffled], kind="stable")
+    codes = recordings[shuffled][order]
+    first = np.flatnonzero(np.r_[True, codes[1:] != codes[:-1]]) if len(codes) else np.empty(0, np.int64)
+    turn[order] = np.arange(len(codes)) - np.repeat(first, np.diff(np.r_[first, len(codes)]))
+    return sorted(shuffled[np.argsort(turn, kind="stable")][:PIECES_PER_REASON].tolist())
+
+
+def _duplicate_pairs(table: pa.Table, audible: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    copies = np.flatnonzero((table["duplicate_of"].to_numpy(zero_copy_only=False) != "") & audible)
+    originals = table["duplicate_of"].take(copies).combine_chunks()
+    found = pc.index_in(originals, value_set=table["id"].combine_chunks()).to_pylist()
+    pairs = [(row, copy) for row, copy in zip(found, copies.tolist(), strict=True) if row is not None and audible[row]]
+    return pairs[:DUPLICATE_PAIRS]
+
+
+def write_pieces(
+    source: XraySource, rows: Sequence[int], out: Path, progress: ProgressCallback = silent
+) -> tuple[dict[int, dict[str, Any]], int]:
+    """Copy the pieces into `out`/clips; return what the page tells of each by row, and how many could not be read."""
+    (out / "clips").mkdir(parents=True, exist_ok=True)
+    pieces: dict[int, dict[str, Any]] = {}
+    unreadable = 0
+    values_of = source.table.take(pa.array(rows, pa.int64())).to_pylist()
+    for number, (row, values) in enumerate(zip(rows, values_of, strict=True)):
+        progress("copying pieces", number, len(rows))
+        length = values["end_ms"] - values["start_ms"]
+        piece = {key: values[key] for key in PIECE_COLUMNS} | {"ms": length, "file": "", "heard_ms": 0}
+        start = values["audio_start_ms"] / 1000
+        seconds = min(length / 1000, MAX_PIECE_SECONDS)
+        try:
+            samples = read_audio(source.audio_path(values), sample_rate=PIECE_RATE, span=(start, start + seconds))
+            piece["file"] = f"clips/{safe_file_name(values['id'])}.flac"
+            piece["heard_ms"] = round(1000 * seconds)
+            (out / piece["file"]).write_bytes(encode_flac(samples, PIECE_RATE))
+        except AudioError:
+            unreadable += 1
+        pieces[row] = piece
+    progress("copying pieces", len(rows), len(rows))
+    return pieces, unreadable
+
+
+PIECE_COLUMNS = (
+    *("id", "recording", "start_ms", "end_ms", "kind", "speaker", "text", "check_text", "language", "status", "reason"),
+    *("cer", "edge_cer", "duplicate_of", "split"),
+)
+
+
+def timelines(source: XraySource, recordings: Sequence[str], out: Path) -> list[dict[str, Any]]:
+    """Return the segments of some recordings from beginning to end, with waveforms of the first of them."""
+    table = source.table
+    chosen: list[dict[str, Any]] = []
+    count, seconds = 0, 0.0
+    for name in recordings[:TIMELINES]:
+        columns = ("id", "start_ms", "end_ms", "status", "reason", "speaker", "audio", "audio_start_ms")
+        rows = table.filter(pc.equal(table["recording"], name)).select(columns).to_pylist()
+        count += len(rows)
+        if count > TIMELINE_SEGMENTS and chosen:
+            break
+        seconds += rows[-1]["end_ms"] / 1000
+        files = sorted({row["audio"] for row in rows if row["audio"]})
+        segments = [
+            [
+                row["start_ms"],
+                row["end_ms"],
+                "kept" if row["status"] == "kept" else row["reason"],
+                row["speaker"],
+                files.index(row["audio"]) if row["audio"] else -1,
+                row["audio_start_ms"],
+                row["id"],
+            ]
+            for row in rows
+        ]
+        peaks = _waveform(source, rows) if seconds <= 3600 * WAVEFORM_HOURS else []
+        links = [os.path.relpath(source.folder / file, out).replace(os.sep, "/") for file in files]
+        chosen.append({"recording": name, "files": links, "segments": segments, "peaks": peaks})
+    return chosen
+
+
+def _waveform(source: XraySource, rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return peaks of a recording in per cent of full scale, at most `WAVEFORM_COLUMNS`; none if audio is missing."""
+    total = rows[-1]["end_ms"]
+    peaks = np.zeros(WAVEFORM_COLUMNS)
+    for row in rows:
+        path = source.audio_path(row)
+        if not row["audio"] or not path.is_file() or row["end_ms"] <= row["start_ms"]:
+            continue
+        try:
+            with soundfile.SoundFile(path) as file:
+                file.seek(min(file.frames, round(row["audio_start_ms"] * file.samplerate / 1000)))
+                frames = round((row["end_ms"] - row["start_ms"]) * file.samplerate / 1000)
+                samples = np.abs(file.read(frames, dtype="float32", always_2d=True)).max(axis=1)
+        except soundfile.SoundFileError:
+            return []
+        block = max(1, file.samplerate // 100)
+        loudest = np.maximum.reduceat(samples, np.arange(0, len(samples), block)) if len(samples) else samples
+        at = (row["start_ms"] + 10 * np.arange(len(loudest))) * WAVEFORM_COLUMNS / total
+        np.maximum.at(peaks, np.minimum(at.astype(int), WAVEFORM_COLUMNS - 1), loudest)
+    return [round(100 * float(peak)) for peak in peaks]
