@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from myna.audio.files import Samples
-from myna.audio.mono import LISTENING_RATE, as_mono_16khz
+from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz
 from myna.core.errors import import_optional
 from myna.listen.models import INSTALL, open_onnx, remake_hint
 from myna.models.files import load_network
