@@ -14,6 +14,8 @@ from typing import Any
 
 from myna.core.check import Check
 from myna.core.errors import MynaError
+from myna.core.io import atomic_write, bytes_hash, curation_models_folder, file_hash, fsync
+from myna.core.pools import absolute_folder, connect_cluster
 
 SHARED_FACTS = ("python", "transformers", "myna", "codec")
 """Facts that must be equal on this machine as well. Its torch may be a CPU build, since it only shares out work."""
@@ -28,6 +30,8 @@ HINTS = {
     "codec": "copy one model to every node, under the same path, and name its folder: --model /path/to/model",
 }
 """Hints for differences between nodes, by fact."""
+NODE_SECONDS = 300.0
+"""Seconds for a node to answer: the first call starts a process there and imports torch, perhaps from a slow disk."""
 SHARED_SECONDS = 10.0
 """Seconds in which the other nodes must see a file that one node has written."""
 HERE = "here"
@@ -46,50 +50,45 @@ class NodeReport:
     facts: NodeFacts
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterReport:
-    """Nodes of a cluster, and the checks of their differences."""
-
-    nodes: list[NodeReport]
-    checks: list[Check]
-
-
 def check_cluster(
     address: str, *, shared: Path | None = None, model: str | None = None, asr: str | None = None
-) -> ClusterReport:
+) -> tuple[list[NodeReport], list[Check]]:
     """Compare the nodes of a cluster with one another and with this machine. Nothing is changed on them.
 
     `model` adds its codec to the comparison, `asr` the recogniser of `myna curate`. `shared` must be one folder on all
     nodes.
     """
-    from myna.core.io import curation_models_folder
-    from myna.core.pools import absolute_folder, call_on_nodes, cluster_nodes
     from myna.models import is_model_name
 
-    nodes = cluster_nodes(address)
+    cluster = connect_cluster(address)
+    nodes = {}
+    for node in cluster.nodes():
+        resources = node["Resources"]
+        if node["Alive"] and resources.get("CPU", 0):
+            name = f"{node['NodeManagerHostname']} {node['NodeID'][:6]}"  # there may be two on one machine
+            nodes[node["NodeID"]] = NodeReport(name, int(resources["CPU"]), int(resources.get("GPU", 0)), {})
     if not nodes:
         hint = "add nodes to it: ray start --address=HEAD:6379"
-        return ClusterReport([], [Check("nodes", "failed", f"the cluster at {address} has no CPUs", hint)])
+        return [], [Check("nodes", "failed", f"the cluster at {address} has no CPUs", hint)]
+    reports = sorted(nodes.values(), key=lambda node: node.name)
+    call = partial(_call_on_nodes, cluster, sorted(nodes, key=lambda id: nodes[id].name))
+    total = f"{sum(node.cpus for node in reports)} CPUs and {sum(node.gpus for node in reports)} GPUs"
+    checks = [Check("nodes", "passed", f"{len(reports)} with {total}")]
     sources = [one if one is None or is_model_name(one) else absolute_folder(one) for one in (model, asr)]
-    answers = call_on_nodes(address, nodes, node_facts, curation_models_folder().absolute(), *sources)
-    reports = [
-        NodeReport(node.name, node.cpus, node.gpus, answer if isinstance(answer, dict) else {})
-        for node, answer in zip(nodes, answers, strict=True)
-    ]
-    total = f"{sum(node.cpus for node in nodes)} CPUs and {sum(node.gpus for node in nodes)} GPUs"
-    checks = [Check("nodes", "passed", f"{len(nodes)} with {total}")]
-    for node, answer in zip(nodes, answers, strict=True):
-        if isinstance(answer, str):
+    models = curation_models_folder().absolute()
+    for node, answer in zip(reports, call(node_facts, models, *sources), strict=True):
+        if isinstance(answer, dict):
+            node.facts.update(answer)
+        else:
             checks.append(Check(f"node {node.name}", "failed", answer, HINTS["node"]))
-    here = NodeReport(HERE, 0, 0, node_facts(curation_models_folder().absolute(), *sources))
+    here = NodeReport(HERE, 0, 0, node_facts(models, *sources))
     checks += compare_nodes(here, [report for report in reports if report.facts])
     if shared is None:
         hint = f"myna doctor --ray {address} --shared DIR"
         checks.append(Check("shared folder", "warning", "not looked at", hint))
     else:
-        call: Callable[..., list[Any]] = partial(call_on_nodes, address, nodes)
-        checks.append(check_shared_folder(shared.absolute(), [node.name for node in nodes], call))
-    return ClusterReport(reports, checks)
+        checks.append(check_shared_folder(shared.absolute(), [node.name for node in reports], call))
+    return reports, checks
 
 
 def compare_nodes(here: NodeReport, nodes: Sequence[NodeReport]) -> list[Check]:
@@ -108,10 +107,15 @@ def node_facts(models: Path, model: str | None, asr: str | None) -> NodeFacts:
     """Return the facts of the machine that this runs on. `models` is the folder of the models of `myna curate`."""
     import torch
 
-    from myna.core.io import bytes_hash, file_hash
     from myna.listen.asr import ASR
     from myna.listen.models import load_models
     from myna.models import open_family
+
+    def value_or_problem(value: Callable[[], str]) -> str:
+        try:
+            return value() or "none"
+        except MynaError as error:
+            return f"cannot be opened: {error.what}"
 
     package = Path(__file__).parents[1]
     source = bytes_hash("".join(file_hash(file) for file in sorted(package.rglob("*.py"))).encode())
@@ -120,22 +124,15 @@ def node_facts(models: Path, model: str | None, asr: str | None) -> NodeFacts:
         "torch": f"{torch.__version__}{'' if torch.version.cuda or torch.version.hip else ', CPU build'}",
         "transformers": metadata.version("transformers"),
         "myna": f"{metadata.version('myna')} {source[:8]}",
-        "curation models": _or_problem(
+        "curation models": value_or_problem(
             lambda: ", ".join(sorted(f"{k} {v}" for k, v in load_models(models).versions.items()))
         ),
     }
     if asr is not None:
-        facts["recogniser"] = _or_problem(lambda: ASR.open(asr).name)
+        facts["recogniser"] = value_or_problem(lambda: ASR.open(asr).name)
     if model is not None:
-        facts["codec"] = _or_problem(lambda: open_family(model).load_encoder().revision[:16])
+        facts["codec"] = value_or_problem(lambda: open_family(model).load_encoder().revision[:16])
     return facts
-
-
-def _or_problem(value: Callable[[], str]) -> str:
-    try:
-        return value() or "none"
-    except MynaError as error:
-        return f"cannot be opened: {error.what}"
 
 
 def _compare(name: str, reports: Sequence[NodeReport]) -> Check:
@@ -143,7 +140,8 @@ def _compare(name: str, reports: Sequence[NodeReport]) -> Check:
     value = first.facts[name]
     for other in others:
         if other.facts.get(name) != value:
-            detail = f"{value} {_place(first)}, and {other.facts.get(name)} {_place(other)}"
+            first_place, other_place = (HERE if one.name == HERE else f"on {one.name}" for one in (first, other))
+            detail = f"{value} {first_place}, and {other.facts.get(name)} {other_place}"
             return Check(name, "failed", detail, HINTS[name])
     if value.startswith("cannot be opened"):
         return Check(name, "failed", value, HINTS[name])
@@ -151,8 +149,25 @@ def _compare(name: str, reports: Sequence[NodeReport]) -> Check:
     return Check(name, "passed", absent if value == "none" else value)
 
 
-def _place(report: NodeReport) -> str:
-    return HERE if report.name == HERE else f"on {report.name}"
+def _call_on_nodes(ray: Any, nodes: Sequence[str], function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call a function on all nodes at the same time; the answer of a node that fails is the reason as a string."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    remote = ray.remote(num_cpus=0, max_retries=0)(function)
+    calls = [
+        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(*arguments)
+        for node in nodes
+    ]
+    ray.wait(calls, num_returns=len(calls), timeout=NODE_SECONDS)
+    answers: list[Any] = []
+    for call in calls:
+        try:
+            answers.append(ray.get(call, timeout=0))
+        except ray.exceptions.GetTimeoutError:
+            answers.append(f"no answer within {NODE_SECONDS:g} s")
+        except ray.exceptions.RayError as error:
+            answers.append(str(error).strip().splitlines()[-1])
+    return answers
 
 
 def check_shared_folder(folder: Path, names: Sequence[str], call: Callable[..., list[Any]]) -> Check:
@@ -178,8 +193,6 @@ def check_shared_folder(folder: Path, names: Sequence[str], call: Callable[..., 
 
 def write_shared(folder: Path, content: str) -> Path | str:
     """Write a file as workers write their results; return it, or the reason why that failed."""
-    from myna.core.io import atomic_write, fsync
-
     path = folder / f".{uuid.uuid4().hex[:12]}.tmp"
     try:
         if not folder.is_dir():

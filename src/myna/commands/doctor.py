@@ -53,8 +53,8 @@ def _checks(
     from myna.checks.doctor import run_doctor
 
     if ray is not None:
-        report = check_cluster(ray, shared=Path(shared) if shared is not None else None, model=model, asr=asr)
-        return report.nodes, iter(report.checks)
+        nodes, checks = check_cluster(ray, shared=Path(shared) if shared is not None else None, model=model, asr=asr)
+        return nodes, iter(checks)
     if shared is not None or asr is not None:
         raise ConfigError("`shared` and `asr` are for a cluster", hint="name it: --ray auto, or --ray HEAD:6379")
     return (), run_doctor(model)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from myna.core.errors import MynaError
-from myna.core.progress import ProgressCallback, silent
 
 CheckStatus = Literal["passed", "warning", "failed", "skipped"]
 
@@ -55,15 +54,6 @@ class CheckFunction(NamedTuple):
     hint: str = ""
     """Remedy for an unexpected exception."""
     compared: str = ""
-
-
-def run_checks(
-    checks: Sequence[CheckFunction], *arguments: Any, stage: str = "checks", progress: ProgressCallback = silent
-) -> Iterator[Check]:
-    """Run checks in order and yield each result as soon as it is there."""
-    for number, check in enumerate(checks, start=1):
-        yield from run_check(check, *arguments)
-        progress(stage, number, len(checks))
 
 
 def run_check(check: CheckFunction, *arguments: Any) -> Iterator[Check]:

@@ -11,24 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-__all__ = [
-    "TorchDispatchMode",
-    "conv_output_length",
-    "cpu_has_bf16",
-    "ddp_ignore_buffers",
-    "foreach_copy",
-    "foreach_lerp",
-    "model_from_config",
-    "reset_accelerator_state",
-    "scaled_mm",
-    "set_beam_reordering",
-    "storage_id",
-    "tree_leaves",
-]
-# `TorchDispatchMode` and `tree_leaves` have no public name yet: the memory plan counts live tensors with them.
+# No public name yet: the memory plan counts live tensors with them.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -58,10 +44,7 @@ def scaled_mm(
 ) -> torch.Tensor:
     """Multiply fp8 matrices with a scale per row and fast accumulation. Without it, `model.quantization: fp8` would
     dequantize before every product."""
-    scales = {"scale_a": scale_a, "scale_b": scale_b}
-    if out is None:
-        return torch._scaled_mm(a, b, **scales, out_dtype=out_dtype, use_fast_accum=True)
-    return torch._scaled_mm(a, b, **scales, out_dtype=out_dtype, use_fast_accum=True, out=out)
+    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=True, out=out)
 
 
 def cpu_has_bf16() -> bool:

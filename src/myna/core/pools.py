@@ -14,9 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from myna.core.errors import ConfigError, DataError, MynaError
@@ -29,8 +27,6 @@ MAX_STARTS = 5
 """Starts of a call on a cluster. One that lost its node is begun again; one that ends its process is given up."""
 WAIT_SECONDS = 5.0
 """Seconds between looks at the nodes of the cluster."""
-NODE_SECONDS = 300.0
-"""Seconds for a node to answer: the first call starts a process there and imports torch, perhaps from a slow disk."""
 W = TypeVar("W")
 T = TypeVar("T")
 R = TypeVar("R")
@@ -44,9 +40,7 @@ class Pool(Protocol[W]):
 
     def __enter__(self) -> Pool[W]: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
     @property
     def uses_gpus(self) -> bool:
@@ -293,49 +287,6 @@ class RayPool(Generic[W]):
                 hint=f"compare the nodes: myna doctor --ray {self._address}; if they are alike, it may have run out of "
                 "memory: try fewer with --workers; what is done stays done",
             ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A machine of a Ray cluster."""
-
-    id: str
-    name: str
-    cpus: int
-    gpus: int
-
-
-def cluster_nodes(address: str) -> list[Node]:
-    """Return the nodes that can do work, sorted by name."""
-    nodes = []
-    for node in connect_cluster(address).nodes():
-        resources = node["Resources"]
-        if node["Alive"] and resources.get("CPU", 0):
-            name = f"{node['NodeManagerHostname']} {node['NodeID'][:6]}"  # there may be two on one machine
-            nodes.append(Node(node["NodeID"], name, int(resources["CPU"]), int(resources.get("GPU", 0))))
-    return sorted(nodes, key=lambda node: node.name)
-
-
-def call_on_nodes(address: str, nodes: Iterable[Node], function: Callable[..., R], *arguments: Any) -> list[R | str]:
-    """Call a function on all nodes at the same time; the answer of a node that fails is the reason as a string."""
-    ray = connect_cluster(address)
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    remote = ray.remote(num_cpus=0, max_retries=0)(function)
-    calls = [
-        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(*arguments)
-        for node in nodes
-    ]
-    ray.wait(calls, num_returns=len(calls), timeout=NODE_SECONDS)
-    answers: list[R | str] = []
-    for call in calls:
-        try:
-            answers.append(ray.get(call, timeout=0))
-        except ray.exceptions.GetTimeoutError:
-            answers.append(f"no answer within {NODE_SECONDS:g} s")
-        except ray.exceptions.RayError as error:
-            answers.append(str(error).strip().splitlines()[-1])
-    return answers
 
 
 def connect_cluster(address: str, **options: Any) -> Any:
