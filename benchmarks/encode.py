@@ -30,14 +30,13 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.figures import save_figures
+from benchmarks.figures import BarColumn, bars_file, save_figures
 
 from myna.core.device import supports_triton
 from myna.data.codec import Codes, EncodedBatch, Samples, encode_equal_lengths
 from myna.models.higgs_v2 import tiny
 from myna.models.higgs_v2.batched_encoder import BatchedCodec, synthetic_speech
 from myna.models.higgs_v2.codec import HiggsCodec, codec_classes, sinc_resample
-from myna.report.media import BarColumn, bars_file
 
 MEDIAN_SECONDS, SPREAD, SHORTEST, LONGEST = 8.3, 0.55, 1.0, 30.0
 SHARD_SECONDS, BATCH_SECONDS = 600.0, 60.0

@@ -40,11 +40,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from myna.report.media import BarColumn, bars_file
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.figures import save_figures
+from benchmarks.figures import BarColumn, bars_file, save_figures
 
 from myna.core.config import Recipe, parse_recipe
 from myna.core.errors import DataError

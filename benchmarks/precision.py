@@ -29,11 +29,11 @@ import peft
 import torch
 import transformers
 
-from myna.report.media import Curve, plot_file
+from myna.report.page import Curve
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.figures import save_figures
+from benchmarks.figures import plot_file, save_figures
 
 from myna.core.config import AdaptSettings, DataSettings, ModelSettings, Recipe, TrainSettings
 from myna.data.conversation import AudioClip, speech_conversation

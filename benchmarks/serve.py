@@ -50,7 +50,7 @@ import soundfile
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.figures import save_figures
+from benchmarks.figures import plot_file, save_figures
 from benchmarks.load_client import (
     FIGURES,
     PlannedRequest,
@@ -66,7 +66,7 @@ from myna import __version__
 from myna.commands.display import progress_bars
 from myna.core.io import save_text
 from myna.core.progress import ProgressCallback
-from myna.report.media import Curve, plot_file
+from myna.report.page import Curve
 
 RECORDINGS = Path(__file__).parent.parent / "src/myna/demo/recordings"
 SYNTHETIC_SERVER = Path(__file__).parent / "synthetic_server.py"

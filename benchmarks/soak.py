@@ -37,13 +37,13 @@ from scipy import stats  # type: ignore[import-untyped]
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.figures import save_figures
+from benchmarks.figures import plot_file, save_figures
 from benchmarks.serve import SYNTHETIC_SERVER
 
 from myna.commands.display import progress_bars
 from myna.core.io import save_text
 from myna.core.progress import ProgressCallback
-from myna.report.media import Curve, plot_file
+from myna.report.page import Curve
 
 TEXTS = ("Yes.", "Good morning.", "It was a fine day.", "They walked along the river, and on, for a long time.")
 WARM_UP_SHARE = 0.2

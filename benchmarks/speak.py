@@ -43,7 +43,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.figures import save_figures
+from benchmarks.figures import BarColumn, bars_file, save_figures
 from benchmarks.synthetic import random_codec
 
 from myna.core.device import supports_triton
@@ -56,7 +56,6 @@ from myna.models.higgs_v2.family import builtin_config
 from myna.models.higgs_v2.render import DelayPattern
 from myna.models.quantized import QuantizedLinear, quantize, quantized_linears, supports_fp8
 from myna.models.ref import ModelRef
-from myna.report.media import BarColumn, bars_file
 from myna.speak.scheduler import BatchScheduler
 from myna.speak.streaming import CodeStream, StreamDecoder, decode_streams, warm_up
 

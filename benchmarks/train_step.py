@@ -27,14 +27,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from myna.report.media import BarColumn, bars_file
-
 SCRIPT = Path(__file__).resolve()
 ROOT = SCRIPT.parent.parent
 if str(ROOT) not in sys.path:  # run as a script, which knows only its own folder
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.figures import save_figures  # noqa: E402
+from benchmarks.figures import BarColumn, bars_file, save_figures  # noqa: E402
 from benchmarks.variants import BY_NAME, CEILINGS, PARITY, REFERENCE, VARIANTS, Variant  # noqa: E402
 
 Row = dict[str, Any]

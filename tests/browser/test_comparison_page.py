@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from myna.evaluate.comparison import build_comparison
+from myna.evaluate.comparison import build_comparison, comparison_page
 from myna.evaluate.listening import ComparedSystem
-from myna.evaluate.pages import comparison_page
 from myna.evaluate.pipeline import score_systems
 from myna.evaluate.systems import REAL, Recordings, System
 from tests.browser.conftest import COLOR_SCHEMES, WIDTHS, check_accessible

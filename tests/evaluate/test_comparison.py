@@ -13,10 +13,9 @@ import pytest
 
 from myna.audio.files import Samples
 from myna.core.errors import DataError
-from myna.evaluate.comparison import Comparison, build_comparison
+from myna.evaluate.comparison import MAX_PEAK, Comparison, build_comparison, comparison_page, match_loudness, speech_rms
 from myna.evaluate.items import EvalItem
 from myna.evaluate.listening import ComparedSystem
-from myna.evaluate.pages import MAX_PEAK, comparison_page, match_loudness, speech_rms
 from myna.evaluate.pipeline import score_systems
 from myna.evaluate.systems import REAL, Recordings, SystemOutput
 from tests.evaluate.speech import LINES, RATE, SPEAKERS, FakeSystem, fake_scorers, make_eval_set, poorly, say, well

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from myna.evaluate.callback import training_page
 from myna.evaluate.items import EvalItem, split_items
-from myna.evaluate.pages import training_page
 from myna.evaluate.ranking import (
     CheckpointScore,
     Constraints,

@@ -12,8 +12,19 @@ import numpy as np
 import pytest
 import soundfile
 
-from myna.report.media import BANDS, Pixels, Samples, clip, color_palette, encode_png, mel_spectrogram_pixels
-from myna.report.page import Cell, cell, item, render_page
+from myna.report.page import (
+    BANDS,
+    Cell,
+    Pixels,
+    Samples,
+    cell,
+    clip,
+    color_palette,
+    encode_png,
+    item,
+    mel_spectrogram_pixels,
+    render_page,
+)
 
 RATE = 24_000
 

@@ -10,22 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myna.report.media import (
+from myna.report.page import (
     BOTTOM,
     LEFT,
     PLOT_HEIGHT,
     PLOT_WIDTH,
     RIGHT,
     TOP,
-    BarColumn,
     Curve,
     axis_ticks,
-    bars_file,
-    plot_file,
+    page_asset,
+    render_page,
     smooth_curve,
 )
-from myna.report.media import line_plot as plot_section
-from myna.report.page import page_asset, render_page
+from myna.report.page import line_plot as plot_section
 
 
 def line_plot(curves: Sequence[Curve], **labels: str) -> str:
@@ -90,15 +88,6 @@ def test_an_empty_plot_has_a_note() -> None:
     assert "nothing to draw" in line_plot([Curve("c", [])], title="Loss", x_label="x", y_label="y")
 
 
-def test_a_file_of_its_own_has_colors_and_a_legend() -> None:
-    made = plot_file([Curve("a & b", [(0, 1.0), (1, 2.0)], color=1)], title="t", x_label="x", y_label="y")
-    tree = ElementTree.fromstring(made)
-    svg = "{http://www.w3.org/2000/svg}"
-    assert tree.tag == f"{svg}svg" and ".color1" in tree.findtext(f"{svg}style", "")
-    assert "a & b" in [text.text for text in tree.iter(f"{svg}text")]
-    assert plot_file([], title="t", x_label="x", y_label="y") == ""
-
-
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
 def test_ticks_hold_their_bounds_and_are_few(low: float, size: float) -> None:
     found = axis_ticks(low, low + size)
@@ -112,15 +101,3 @@ def test_a_running_mean_starts_at_the_first_value() -> None:
     assert [y for _, y in smooth_curve([(1, 5.0), (2, 5.0), (3, 5.0)], 0.9)] == pytest.approx([5.0, 5.0, 5.0])
     falling = smooth_curve([(step, 10.0 - step) for step in range(10)], 0.5)
     assert [y for _, y in falling] == sorted((y for _, y in falling), reverse=True)
-
-
-def test_bars_are_as_long_as_their_values_and_a_limit_is_a_line() -> None:
-    column = BarColumn("speed & more", [1.0, 2.0], ["one", "two"], limit=2.0)
-    tree = ElementTree.fromstring(bars_file(["a", "b"], [column], faint=[False, True]))
-    svg = "{http://www.w3.org/2000/svg}"
-    _, first, second = tree.iter(f"{svg}rect")
-    assert float(second.attrib["width"]) == pytest.approx(2 * float(first.attrib["width"]), abs=0.1)
-    assert first.attrib["fill"] != second.attrib["fill"]
-    line = next(tree.iter(f"{svg}line"))
-    assert float(line.attrib["x1"]) == pytest.approx(float(second.attrib["x"]) + float(second.attrib["width"]))
-    assert {"a", "b", "one", "two", "speed & more"} <= {text.text for text in tree.iter(f"{svg}text")}

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import transformers
 
-from myna.report.media import Curve, plot_file
+from myna.report.page import Curve
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.figures import save_figures
+from benchmarks.figures import plot_file, save_figures
 
 from myna.core.errors import DataError, MynaError
 from myna.core.io import atomic_write

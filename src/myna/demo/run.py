@@ -45,7 +45,7 @@ from myna.evaluate.systems import REAL, Recordings, SpeechSystem
 from myna.models import is_model_name, open_family
 from myna.models.ref import ModelRef
 from myna.report import page
-from myna.report.media import Curve, line_plot, smooth_curve
+from myna.report.page import Curve, line_plot, smooth_curve
 from myna.speak.loading import load_engine
 from myna.text.normalization import alphanumeric
 from myna.train.launch import start_training

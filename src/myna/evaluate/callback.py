@@ -26,15 +26,15 @@ from myna.core.io import atomic_write, remove_temporary_files, safe_file_name, s
 from myna.core.progress import ProgressCallback, silent
 from myna.data.codec import Codec
 from myna.data.conversation import Reference
+from myna.evaluate import ranking
 from myna.evaluate.items import EvalSet, load_eval_set, split_items
-from myna.evaluate.pages import training_page
+from myna.evaluate.pages import item_section
 from myna.evaluate.pipeline import ITEMS_FILE, load_audio, read_item_scores, score_systems, step_folder
-from myna.evaluate.ranking import Constraints, StepScores, TrainingHistory, training_conclusion
 from myna.evaluate.scoring import ItemScores, Scorers
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem, System
 from myna.models import open_family
 from myna.models.base import SpeakingFamily
-from myna.report.media import color_palette, encode_png, mel_spectrogram_pixels
+from myna.report import page
 from myna.speak.engine import Engine
 from myna.train.callbacks import AutocastContext, LoggedSample, SpeechScores
 from myna.train.distributed import ProcessInfo
@@ -43,6 +43,8 @@ SPOKEN = "spoken"
 """Name of the model among the systems; its folder tells the checkpoint."""
 REQUIRED_SCORERS = ("asr", "speaker_encoder", "distillmos")
 """Scorers that the ranking rule needs."""
+SHOWN_STEP_ITEMS = 6
+"""Items with players on the page of a training run, each at several steps."""
 TRACKED_ITEMS = 4
 """Number of items whose audio goes to the trackers at each evaluation."""
 
@@ -64,7 +66,7 @@ class SpeechEvaluation:
     codec: Codec | None = None
     """Codec; None on a GPU, where it is loaded for each evaluation, since training needs the memory in between."""
     progress: ProgressCallback = silent
-    steps: dict[int, StepScores] = field(default_factory=dict)
+    steps: dict[int, ranking.StepScores] = field(default_factory=dict)
     recordings: list[ItemScores] = field(default_factory=list)
     _references: dict[str, Reference] = field(default_factory=dict)
 
@@ -102,11 +104,11 @@ class SpeechEvaluation:
         )
 
     @property
-    def history(self) -> TrainingHistory:
+    def history(self) -> ranking.TrainingHistory:
         settings = self.recipe.speech_eval
         steps = [self.steps[step] for step in sorted(self.steps)]
-        constraints = Constraints(settings.min_stop_rate, settings.min_mos)
-        return TrainingHistory(self.recipe.name, steps, constraints, self.recordings)
+        constraints = ranking.Constraints(settings.min_stop_rate, settings.min_mos)
+        return ranking.TrainingHistory(self.recipe.name, steps, constraints, self.recordings)
 
     def describe(self) -> Sequence[str]:
         items, speakers = len(self.eval_set.items), len({item.speaker for item in self.eval_set.items})
@@ -128,7 +130,7 @@ class SpeechEvaluation:
             if number > step or not (folder / ITEMS_FILE).is_file():
                 continue
             was_best = (folder / "confirmation" / ITEMS_FILE).is_file()
-            self.steps[number] = StepScores(
+            self.steps[number] = ranking.StepScores(
                 number,
                 self._restore_rows(self.eval_set, folder),
                 self._restore_rows(self.forgetting_set, folder / "forgetting"),
@@ -143,7 +145,7 @@ class SpeechEvaluation:
         folder = self.folder / step_folder(step)
         rows = self._score(self.eval_set, self._system(engine), folder)
         forgetting = self._score(self.forgetting_set, self._system(engine), folder / "forgetting")
-        self.steps[step] = StepScores(step, rows, forgetting)
+        self.steps[step] = ranking.StepScores(step, rows, forgetting)
         if step == 0:
             self.recordings = self._score(self.eval_set, Recordings(REAL, codec.sample_rate), self.folder / "real")
         samples = self._spectrograms(rows, folder, codec.sample_rate)
@@ -158,7 +160,7 @@ class SpeechEvaluation:
         return SpeechScores(checkpoint.to_json(best), best == step, history.is_highest, samples)
 
     def summarize(self) -> Sequence[str]:
-        return [*training_conclusion(self.history), f"listen to it: {self.folder / 'report.html'}"]
+        return [*ranking.training_conclusion(self.history), f"listen to it: {self.folder / 'report.html'}"]
 
     def _system(self, engine: Engine) -> SpeechSystem:
         seed = self.recipe.speech_eval.seed
@@ -198,11 +200,11 @@ class SpeechEvaluation:
         for index, row in enumerate(rows):
             if row.audio:
                 samples = load_audio(row, folder, sample_rate)
-                pixels = mel_spectrogram_pixels(samples, sample_rate)
+                pixels = page.mel_spectrogram_pixels(samples, sample_rate)
                 with atomic_write(folder / "spectrograms" / f"{safe_file_name(row.id)}.png") as temporary:
-                    temporary.write_bytes(encode_png(pixels))
+                    temporary.write_bytes(page.encode_png(pixels))
                 if index < TRACKED_ITEMS:
-                    logged.append(LoggedSample(row.id, samples, sample_rate, color_palette()[pixels]))
+                    logged.append(LoggedSample(row.id, samples, sample_rate, page.color_palette()[pixels]))
         return logged
 
 
@@ -217,3 +219,71 @@ def open_required_scorers(settings: SpeechEvalSettings) -> Scorers:
         )
     names = {scorer: scorers.names[scorer] for scorer in REQUIRED_SCORERS}
     return replace(scorers, dnsmos=None, names=names, missing={})
+
+
+def training_page(history: ranking.TrainingHistory, folder: Path) -> str:
+    """Render the speech evaluations of a training run; `folder` holds a folder for each step, and `real`."""
+    title = f"{history.name}, speech evaluations during training"
+    best, checkpoints = history.best_step, history.checkpoints
+    points = [(float(one.step), one.score.mean) for one in checkpoints if one.score.mean is not None]
+    quality = f", and a DistillMOS of {history.min_mos:.2f}" if history.min_mos is not None else ""
+    forgets = any(one.forgetting_change.n for one in checkpoints)
+    titles = [metric.title for metric in ranking.SHOWN_METRICS]
+    header = ["", "score", "over the base", "over the base, on items that chose nothing", *titles, "ASR loops"]
+    header += [*(["forgetting set"] if forgets else []), ""]
+    shown = best if best is not None else checkpoints[-1].step
+    sections = [
+        page.heading(title, 1),
+        *(page.paragraph(f"{text[0].upper()}{text[1:]}.", "lead") for text in ranking.training_conclusion(history)),
+        page.heading("Step by step"),
+        page.paragraph(ranking.RULE),
+        page.paragraph(
+            f"Required of the best: the end of {history.constraints.min_stop_rate:.0%} of the items{quality}.", "note"
+        ),
+        page.table("Scores at each step", header, [_step_row(one, best, forgets) for one in checkpoints]),
+        page.line_plot(
+            [page.Curve("score", points, "dots")], title="The score over the steps", x_label="steps", y_label="score"
+        ),
+        page.heading("Listen"),
+        *_step_items(history, shown, folder),
+        page.footer("Every item of every step lies beside this page, with its spectrogram."),
+    ]
+    return page.render_page(title, sections)
+
+
+def _step_row(one: ranking.CheckpointScore, best: int | None, forgets: bool) -> list[page.Cell]:
+    """Show a checkpoint; the base model is only compared with."""
+    is_base = one.step == 0
+    confirmed = ranking.format_score(one.confirmed_gain, signed=True) if one.confirmed_gain.n else "not spoken"
+    row: list[page.Cell] = [
+        ranking.step_name(one.step),
+        ranking.format_score(one.score),
+        "" if is_base else ranking.format_score(one.gain, signed=True),
+        "" if is_base else confirmed,
+        *(metric.format(one.metrics[metric.key]) for metric in ranking.SHOWN_METRICS),
+        str(one.looped),
+    ]
+    if forgets:
+        row.append("" if is_base else ranking.format_score(one.forgetting_change, signed=True))
+    verdict = page.cell("the best", "good") if one.step == best else page.cell("; ".join(one.violations), "bad")
+    return [*row, "" if is_base else verdict]
+
+
+def _step_items(history: ranking.TrainingHistory, shown: int, folder: Path) -> list[page.Section]:
+    """Show some items: as recorded, by the base model, and at the best and the latest step."""
+    steps = dict.fromkeys((history.steps[0].step, shown, history.steps[-1].step))
+    rows = {REAL: {row.id: row for row in history.recordings}}
+    rows |= {
+        ranking.step_name(one.step): {row.id: row for row in one.rows} for one in history.steps if one.step in steps
+    }
+    folders = {REAL: folder / "real"} | {ranking.step_name(step): folder / step_folder(step) for step in steps}
+    order = [REAL, *map(ranking.step_name, steps)]
+    return [
+        item_section(
+            row,
+            {name: rows[name][row.id] for name in order if row.id in rows[name]},
+            folders,
+            lambda row: [f"score {ranking.item_score(row).numerator:.2f}: “{row.transcript or ''}”"],
+        )
+        for row in history.steps[0].rows[:SHOWN_STEP_ITEMS]
+    ]

@@ -15,17 +15,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from myna.audio.files import Samples
 from myna.core.errors import ConfigError, DataError
 from myna.core.io import atomic_write, bytes_hash, claim_folder, lock_folder, safe_file_name, save_text
 from myna.core.progress import ProgressCallback, silent
+from myna.core.statistics import CONFIDENCE_LEVEL
 from myna.evaluate import listening, pipeline
 from myna.evaluate.evaluation import EVALUATION_FILE, EvaluationSettings, Results, mark_seen_items, save_json
 from myna.evaluate.items import EvalSet
-from myna.evaluate.metrics import missing_metrics
-from myna.evaluate.pages import comparison_page
+from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, MetricEstimates, missing_metrics
+from myna.evaluate.pages import PLAYER_SAMPLE_RATE, metrics_table, missing_notes
 from myna.evaluate.systems import REAL, Recordings, Subject, System
+from myna.report import page
 
 COMPARISON_FILE, PAGE_FILE = "compare.json", "compare.html"
+COMPARED_METRICS = (
+    *("wer", "cer", "loop_rate", "similarity", "similarity_rank1", "distillmos", "dnsmos"),
+    *("stop_rate", "early_rate", "speaking_rate"),
+)
+"""Metrics of a comparison that are seen at once; the others are a click away."""
+TARGET_RMS, MAX_PEAK = 0.06, 0.97
+"""Level of speech in the listening test, and the highest peak, which may keep the level below that."""
+FRAME_SAMPLES, PAUSE_SHARE = 480, 0.03
+"""Frames whose level is below this share of the loudest are pauses and do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,3 +323,117 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read: {error}", hint="make it again with the command that made it") from None
     return content
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """Render metrics with intervals, paired differences, and a blind listening test."""
+    names, first = ", ".join(comparison.names), comparison.names[0]
+    rows = comparison.systems[0].rows
+    speakers = len({row.speaker for row in rows if row.speaker})
+    listen = "Listen without knowing who it is"
+    sections = [
+        page.heading(f"{names}: side by side", 1),
+        page.paragraph(
+            f"{len(rows)} items{f' of {speakers} speakers' if speakers > 1 else ''}, the same for all. Every mean has "
+            f"an interval that holds {CONFIDENCE_LEVEL:.0%} of what other draws of such items would give; differences "
+            "are taken item by item.",
+            "lead",
+        ),
+        *(page.paragraph(f"{warning}.", "missing bad") for warning in comparison.warnings),
+        page.paragraph(listen, href="#blind"),
+        *(page.paragraph(f"{note}.", "note") for note in comparison.notes),
+        page.heading("Scores"),
+        *_compared_metrics(comparison.estimates, "Scores by system"),
+        *missing_notes(comparison.missing, "compared"),
+        page.heading(f"Against {first}, on the same items"),
+        *_compared_metrics(comparison.differences, f"Differences from {first}", differences=True),
+        page.paragraph("In color: what differs beyond its interval.", "note"),
+        page.heading(listen),
+        *_listening_test(comparison),
+        page.footer("Every figure is in compare.json."),
+    ]
+    return page.render_page(f"Comparison of {names}", sections, allow_post=True)
+
+
+def _compared_metrics(
+    systems: Mapping[str, MetricEstimates], caption: str, *, differences: bool = False
+) -> list[page.Section]:
+    main = [METRICS_BY_KEY[key] for key in COMPARED_METRICS]
+    others = [metric for metric in METRICS if metric.key not in COMPARED_METRICS]
+    rest = metrics_table(systems, f"{caption}, the rest", others, differences=differences)
+    more = [page.details("More figures", *rest)] if rest else []
+    return [*metrics_table(systems, caption, main, differences=differences), *more]
+
+
+def _listening_test(comparison: Comparison) -> list[page.Section]:
+    if not comparison.trials:
+        return [page.paragraph("There is nothing to choose between: all items sound the same.", "missing")]
+    items = len({trial.item for trial in comparison.trials})
+    pairs = len(comparison.systems) * (len(comparison.systems) - 1) // 2
+    count = f"{pairs} pairs on {items} items" if pairs > 1 else f"{items} items"
+    instructions = (
+        f"{count}. For each, play A and B and say which you would rather hear as a reading of the text. Which system "
+        "is A changes at random from item to item; both are equally loud. No spectrogram is shown, since it could give "
+        "one away. Answers stay in this browser until you save them as a file."
+    )
+    sounds, real = _encode_sounds(comparison)
+    rows = {row.id: row for row in comparison.systems[0].rows}
+    offered = [
+        {
+            "id": trial.id,
+            "text": trial.text,
+            "note": " · ".join(filter(None, (rows[trial.item].speaker, rows[trial.item].language))),
+            "language": rows[trial.item].language,
+            "sounds": trial.sounds,
+            "names": trial.systems,
+            "real": real.get(trial.item),
+        }
+        for trial in comparison.trials
+    ]
+    intervals = [listening.binomial_lower_bounds(n, range(n + 1)).tolist() for n in range(items + 1)]
+    test = page.blind_test(offered, sounds, name=comparison.id, intervals=intervals, level=CONFIDENCE_LEVEL)
+    return [page.paragraph(instructions), test]
+
+
+def _encode_sounds(comparison: Comparison) -> tuple[dict[str, str | None], dict[str, str]]:
+    """Return data URIs by sound id, all sounds of an item equally loud; and ids of the real recordings by item."""
+    uris: dict[str, str | None] = {}
+    real_ids: dict[str, str] = {}
+    rows = {system.name: {row.id: row for row in system.rows} for system in comparison.systems}
+    folders = {system.name: system.folder for system in comparison.systems}
+    real = comparison.real
+    recordings = {row.id: row for row in real.rows} if real is not None else {}
+    for number, name in enumerate(dict.fromkeys(trial.item for trial in comparison.trials)):
+        samples = {
+            sound: pipeline.load_audio(rows[system][name], folders[system], PLAYER_SAMPLE_RATE)
+            for trial in comparison.trials
+            if trial.item == name
+            for sound, system in zip(trial.sounds, trial.systems, strict=True)
+        }
+        if real is not None and name in recordings:
+            real_ids[name] = f"real-{number}"
+            samples[real_ids[name]] = pipeline.load_audio(recordings[name], real.folder, PLAYER_SAMPLE_RATE)
+        for id, sound in match_loudness(samples).items():
+            uris[id] = page.data_uri(page.encode_flac(sound, PLAYER_SAMPLE_RATE), "audio/flac") if len(sound) else None
+    return uris, real_ids
+
+
+def match_loudness(sounds: Mapping[str, Samples]) -> dict[str, Samples]:
+    """Bring all sounds to one level without clipping any: of two sounds the louder one seems better."""
+    levels = {name: speech_rms(samples) for name, samples in sounds.items()}
+    reachable = [
+        MAX_PEAK * levels[name] / float(np.abs(samples).max()) for name, samples in sounds.items() if levels[name] > 0
+    ]
+    level = min([TARGET_RMS, *reachable])
+    return {
+        name: np.asarray(samples * (level / levels[name]) if levels[name] > 0 else samples, np.float32)
+        for name, samples in sounds.items()
+    }
+
+
+def speech_rms(samples: Samples) -> float:
+    """Compute the root mean square without pauses; 0 for silence."""
+    frames = np.pad(samples, (0, -len(samples) % FRAME_SAMPLES)).reshape(-1, FRAME_SAMPLES).astype(np.float64)
+    levels = np.sqrt(np.square(frames).mean(axis=1))
+    loudest = levels.max(initial=0.0)
+    return float(np.sqrt(np.square(levels[levels >= PAUSE_SHARE * loudest]).mean())) if loudest > 1e-5 else 0.0

@@ -22,8 +22,7 @@ from myna.core.progress import ProgressCallback, silent
 from myna.curate.xray import source as sources
 from myna.curate.xray.numbers import alone_ms, clock, spoken_length, text_diff, xray_numbers
 from myna.data.segments import DROP_REASONS
-from myna.report.media import axis_ticks
-from myna.report.page import page_asset, render_page, render_template
+from myna.report.page import axis_ticks, page_asset, render_page, render_template
 
 FOLDER = "xray"
 """Name of the folder within the folder that is X-rayed."""

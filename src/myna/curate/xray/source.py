@@ -27,7 +27,7 @@ from myna.data.corrections import Correction, correct_utterances, load_correctio
 from myna.data.manifest import Utterance, iterate_manifest
 from myna.data.segments import SCHEMA, TABLE_FILE, empty_row
 from myna.data.split import DatasetSplit
-from myna.report.media import encode_flac
+from myna.report.page import encode_flac
 
 LARGE_COLUMNS = ("embedding", "fingerprint")
 MEASURED_CLIPS = 2000
