@@ -156,7 +156,7 @@ class Bench:
             tensor.nbytes
             for name, module in self.model.named_modules()
             if isinstance(module, QuantizedLinear) and ".mlp." not in name
-            for tensor in module.packed_tensors
+            for tensor in module.buffers(recurse=False)
         ]
         weights += sum(packed)
         config, context = self.config, CONTEXT + frames / 2

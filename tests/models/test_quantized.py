@@ -153,10 +153,12 @@ def test_zeros_and_single_weights_are_exact(kind: type[QuantizedLinear]) -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_per_weight(kind: str, most: float, dtype: torch.dtype) -> None:
     layer = QUANTIZED_LINEARS[kind].from_linear(random_linear((1024, 3072), dtype=dtype))
-    taken = sum(tensor.nbytes for tensor in layer.packed_tensors)
+    taken = sum(tensor.nbytes for tensor in layer.buffers(recurse=False))
     assert taken <= most * 1024 * 3072
     on_meta = QUANTIZED_LINEARS[kind].from_linear(nn.Linear(3072, 1024, bias=False, device="meta", dtype=dtype))
-    assert [(t.shape, t.dtype) for t in on_meta.packed_tensors] == [(t.shape, t.dtype) for t in layer.packed_tensors]
+    assert [(t.shape, t.dtype) for t in on_meta.buffers(recurse=False)] == [
+        (t.shape, t.dtype) for t in layer.buffers(recurse=False)
+    ]
 
 
 # Products
@@ -398,5 +400,5 @@ def test_a_gpu_multiplies_what_the_cpu_emulates() -> None:
 def test_a_gpu_packs_as_the_cpu_does(kind: type[QuantizedLinear]) -> None:
     linear = random_linear((96, 100), dtype=torch.bfloat16)
     here, there = kind.from_linear(linear), kind.from_linear(linear_of(linear.weight.data.cuda()))
-    for one, other in zip(here.packed_tensors, there.packed_tensors, strict=True):
+    for one, other in zip(here.buffers(recurse=False), there.buffers(recurse=False), strict=True):
         assert torch.equal(one.float(), other.float().cpu())

@@ -129,11 +129,11 @@ def test_every_adapter_learns_and_nothing_else(workspace: Path, kind: str) -> No
     # With text: what the last layer makes of it is nothing to a loss on audio.
     trainer = trainer_for(workspace, kind, source="model", loss={"text_weight": 1.0})
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-    packed = [tensor.clone() for layer in quantized_linears(trainer.model) for tensor in layer.packed_tensors]
+    packed = [tensor.clone() for layer in quantized_linears(trainer.model) for tensor in layer.buffers(recurse=False)]
     losses(trainer, 2)  # in the first one A still gets no gradient, since B is zero
     moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p.detach(), before[name])}
     assert moved == trainer.trainable_parameters.keys() and len(moved) == 2 * 20
-    now = [tensor for layer in quantized_linears(trainer.model) for tensor in layer.packed_tensors]
+    now = [tensor for layer in quantized_linears(trainer.model) for tensor in layer.buffers(recurse=False)]
     assert all(torch.equal(one, other) for one, other in zip(packed, now, strict=True))
 
 

@@ -54,31 +54,13 @@ class RowState:
 
     @classmethod
     def create(cls, rows: int, codebooks: int, device: torch.device) -> RowState:
-        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(rows, *size, dtype=dtype, device=device)
-
-        state = cls(
-            codes=zeros(codebooks),
-            positions=zeros(),
-            frames=zeros(),
-            ends=zeros(),
-            active=zeros(),
-            caps=zeros(),
-            seeds=zeros(),
-            temperatures=zeros(dtype=torch.float32),
-            top_ks=zeros(),
-            top_ps=zeros(dtype=torch.float32),
-            windows=zeros(),
-            limits=zeros(),
-            history=zeros(MAX_REPETITION_WINDOW, codebooks),
-            log_probs=zeros(codebooks, dtype=torch.float32),
-            adapters=zeros(),
-            strengths=zeros(dtype=torch.float32),
-        )
-        state.adapters.fill_(-1)
-        state.ends.fill_(-1)
-        state.frames.fill_(1)
-        return state
+        sizes = {"codes": (codebooks,), "history": (MAX_REPETITION_WINDOW, codebooks), "log_probs": (codebooks,)}
+        real, first = ("temperatures", "top_ps", "log_probs", "strengths"), {"adapters": -1, "ends": -1, "frames": 1}
+        tensors = {}
+        for name in (field.name for field in fields(cls)):
+            dtype = torch.float32 if name in real else torch.int64
+            tensors[name] = torch.full((rows, *sizes.get(name, ())), first.get(name, 0), dtype=dtype, device=device)
+        return cls(**tensors)
 
     def set_row(self, row: int, *, position: int, sampling: Sampling, max_frames: int, begin: int) -> None:
         """Begin a request. The frame before its first one is all begin-of-stream."""

@@ -195,10 +195,15 @@ def open_safetensors(file: Path) -> Iterator[Any]:
         ) from error
 
 
+def read_tensors(file: Path) -> dict[str, Any]:
+    """Read all tensors of a safetensors file."""
+    with open_safetensors(file) as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - no dictionary
+
+
 def load_network(network: NetworkT, file: Path, device: str, *, hint: str) -> NetworkT:
     """Load a safetensors file into a small network for inference, every name and shape checked."""
-    with open_safetensors(file) as tensors:
-        weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - no dictionary
+    weights = read_tensors(file)
     expected, found = shapes_of(network.state_dict()), shapes_of(weights)
     if wrong := [name for name in expected | found if expected.get(name) != found.get(name)]:
         raise CheckpointError(
@@ -362,11 +367,8 @@ class WeightsMetadata(Settings):
     def from_recipe(cls, recipe: Recipe, inputs: Mapping[str, Any]) -> WeightsMetadata:
         """Make the metadata of a training from its recipe and the fingerprints in its checkpoints."""
         return cls(
-            source=recipe.model.source,
-            revision=recipe.model.revision,
-            quantization=recipe.model.quantization,
+            **recipe.model.model_dump(include={"source", "revision", "quantization", "codec"}),
             text_head=recipe.needs_text_head,
-            codec=recipe.model.codec,
             reference_placement=recipe.data.reference_placement,
             scene=inputs.get("scene", recipe.data.scene),
             inputs={name: inputs[name] for name in FINGERPRINTS if name in inputs},

@@ -46,17 +46,15 @@ def make_trainable(
 ) -> nn.Module:
     """Set up LoRA on the frozen model, or its own parameters with `adapt.mode: full`, as the settings say. Trainable
     parameters become `dtype`; None keeps their types. Changes the model in place, on the meta device too."""
-    trainable = _enable_full(model, family, settings) if settings.mode == "full" else _add_lora(model, family, settings)
-    return trainable if dtype is None else cast_trainable(trainable, dtype)
-
-
-def _enable_full(model: nn.Module, family: Family, settings: AdaptSettings) -> nn.Module:
-    model.requires_grad_(True)
-    for name in resolve_module_names(family, model, settings.freeze, "adapt.freeze"):
-        model.get_submodule(name).requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("`adapt.freeze` leaves nothing to train", hint="take something off the list")
-    return model
+    if settings.mode == "full":
+        model.requires_grad_(True)
+        for name in resolve_module_names(family, model, settings.freeze, "adapt.freeze"):
+            model.get_submodule(name).requires_grad_(False)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError("`adapt.freeze` leaves nothing to train", hint="take something off the list")
+    else:
+        model = _add_lora(model, family, settings)
+    return model if dtype is None else cast_trainable(model, dtype)
 
 
 def _add_lora(model: nn.Module, family: Family, settings: AdaptSettings) -> nn.Module:
@@ -74,12 +72,8 @@ def _add_lora(model: nn.Module, family: Family, settings: AdaptSettings) -> nn.M
         task_type=None,  # with a task type, every forward would get `labels=`
         target_modules=list(targets.adapted),
         modules_to_save=list(trained) or None,
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        use_rslora=settings.rslora,
-        use_dora=settings.dora,
-        bias="none",
+        **{"r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout},
+        **{"use_rslora": settings.rslora, "use_dora": settings.dora, "bias": "none"},
     )
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     with torch.device("meta") if on_meta else nullcontext():
@@ -106,8 +100,8 @@ def resolve_module_names(family: Family, model: nn.Module, short_names: Iterable
     for short in short_names:
         if short not in modules:
             close = difflib.get_close_matches(short, modules, n=3, cutoff=0.5)
-            suggestion = "did you mean " + " or ".join(f"`{name}`" for name in close) + "?"
-            hint = suggestion if close else "known: " + ", ".join(modules)
+            nearest = "did you mean " + " or ".join(f"`{name}`" for name in close) + "?"
+            hint = nearest if close else "known: " + ", ".join(modules)
             raise ConfigError(f"`{setting}`: there is no `{short}`", hint=hint)
         if not modules[short] and setting == "adapt.train_modules":
             raise ConfigError(
@@ -334,18 +328,15 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def _wrap(model: nn.Module, folder: Path, config: Any, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """Add the modules of a saved adapter to a model, with every key and shape checked."""
+    heads = f", with {json.dumps(sorted(config.modules_to_save))}" if config.modules_to_save else ""
+    hint = f"open it on the model it was trained on: {config.base_model_name_or_path}{heads}"
     try:
         wrapped: nn.Module = PeftModel(model, config)
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError) as error:
-        raise CheckpointError(f"{folder} does not fit the model: {error}", hint=_wrong_model(config)) from error
+        raise CheckpointError(f"{folder} does not fit the model: {error}", hint=hint) from error
     if problems := files.state_dict_problems(files.shapes_of(adapter_state_dict(wrapped)), files.shapes_of(tensors)):
-        raise CheckpointError(f"{folder} does not fit the model; " + "; ".join(problems), hint=_wrong_model(config))
+        raise CheckpointError(f"{folder} does not fit the model; " + "; ".join(problems), hint=hint)
     return wrapped
-
-
-def _wrong_model(config: Any) -> str:
-    heads = f", with {json.dumps(sorted(config.modules_to_save))}" if config.modules_to_save else ""
-    return f"open it on the model it was trained on: {config.base_model_name_or_path}{heads}"
 
 
 def _has_effect(layer: Any) -> bool:
@@ -378,14 +369,7 @@ def count_model(family: Family, settings: AdaptSettings) -> dict[str, Any]:
         targets = family.lora_targets(model, settings.mode, settings.targets)
         adapted, selected = len(targets.adapted), len(targets.selected)
         trained = resolve_module_names(family, model, settings.train_modules, "adapt.train_modules")
-    total, trainable, lora = count_parameters(make_trainable(model, family, settings))
-    return {
-        "total": total,
-        "trainable": trainable,
-        "trainable_share": trainable / total,
-        "lora": lora,
-        "lora_share": lora / total,
-        "lora_modules": adapted,
-        "selected_modules": selected,
-        "trained_modules": trained,
-    }
+    counts = count_parameters(make_trainable(model, family, settings))
+    shares = {"trainable_share": counts.trainable / counts.total, "lora_share": counts.lora / counts.total}
+    modules = {"lora_modules": adapted, "selected_modules": selected, "trained_modules": trained}
+    return counts._asdict() | shares | modules

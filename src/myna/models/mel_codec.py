@@ -24,7 +24,7 @@ from myna.core.errors import CheckpointError, ModelError
 from myna.core.io import atomic_folder
 from myna.data.codec import Codes, EncodedBatch, NotifyCallback, PendingSamples, Samples, encode_equal_lengths
 from myna.models import codecs
-from myna.models.files import format_names, open_safetensors, shapes_of, state_dict_problems, weight_files
+from myna.models.files import format_names, read_tensors, shapes_of, state_dict_problems, weight_files
 
 SPECTRUM_OVERLAP = 4
 """Overlapping spectra per output sample of the decoder."""
@@ -369,8 +369,5 @@ def read_mel_codec_config(folder: Path) -> MelCodecConfig:
 
 def read_mel_codec_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Read the weights of a codec from one file or several, in the precision of the files."""
-    tensors: dict[str, torch.Tensor] = {}
-    for file in weight_files(folder, pickle_hint=COPY_AGAIN_HINT):
-        with open_safetensors(file) as stored:
-            tensors |= {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - not a mapping
-    return tensors
+    files = weight_files(folder, pickle_hint=COPY_AGAIN_HINT)
+    return {name: tensor for file in files for name, tensor in read_tensors(file).items()}

@@ -115,13 +115,9 @@ def compare_merged(base: torch.Tensor, adapted: torch.Tensor, merged: torch.Tens
         return float(tensor.double().square().mean().sqrt())
 
     effect = rms(adapted - base)
-    return MergeCheck(
-        dtype=str(dtype).removeprefix("torch."),
-        logits=len(adapted),
-        largest_logit=float(adapted.abs().max()),
-        largest_difference=float((merged - adapted).abs().max()),
-        lost_share=rms(merged - adapted) / effect if effect else 1.0,
-    )
+    largest, difference = float(adapted.abs().max()), float((merged - adapted).abs().max())
+    lost_share = rms(merged - adapted) / effect if effect else 1.0
+    return MergeCheck(str(dtype).removeprefix("torch."), len(adapted), largest, difference, lost_share)
 
 
 def verify_written(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -131,16 +127,13 @@ def verify_written(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         raise CheckpointError(f"{folder} was written with other tensors: {differing[0]}", hint="write it once more")
     for name, file in stored.items():
         with files.open_safetensors(file) as opened:
-            found, written = opened.get_tensor(name), tensors[name].detach().cpu()
-        if found.dtype != written.dtype or not torch.equal(_bytes(found), _bytes(written)):
+            pair = opened.get_tensor(name), tensors[name].detach().cpu()
+        found, written = (tensor.contiguous().flatten().view(torch.uint8) for tensor in pair)
+        if pair[0].dtype != pair[1].dtype or not torch.equal(found, written):
             raise CheckpointError(
                 f"{name} in {file} was read back otherwise than it was written",
                 hint="check the disk, and write it once more",
             )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +205,12 @@ def fit_lora(
     for full_name, layer in model.named_modules():
         name = full_name.removeprefix("base_model.model.")
         if isinstance(layer, LoraLayer):
-            delta = change(f"{name}.weight")
-            missing = _fit(layer, delta)
+            delta, scaling = change(f"{name}.weight"), layer.scaling["default"]
+            lora_a, lora_b = layer.lora_A["default"].weight.zero_(), layer.lora_B["default"].weight.zero_()
+            b, a = _low_rank_factors(delta, len(lora_a))
+            lora_a[: len(a)].copy_(a)
+            lora_b[:, : b.shape[1]].copy_(b / scaling)
+            missing = _squared_norm(delta - scaling * (lora_b.float() @ lora_a.float()))
             size = _squared_norm(delta)
             errors[name] = math.sqrt(missing / size) if size else 0.0
             lost, total = lost + missing, total + size
@@ -232,17 +229,6 @@ def fit_lora(
             lost, total = lost + size, total + size
     error = math.sqrt(lost / total) if total else 0.0
     return model, ExtractionReport(settings.rank, error, errors, tuple(trained), dict(sorted(left.items())))
-
-
-def _fit(layer: Any, delta: torch.Tensor) -> float:
-    """Set a layer's LoRA to the nearest update of its rank, and return the squared error."""
-    lora_a, lora_b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    left, right = _low_rank_factors(delta, len(lora_a))
-    lora_a.zero_()
-    lora_b.zero_()
-    lora_a[: len(right)].copy_(right)
-    lora_b[:, : left.shape[1]].copy_(left / layer.scaling["default"])
-    return _squared_norm(delta - layer.scaling["default"] * (lora_b.float() @ lora_a.float()))
 
 
 def _low_rank_factors(delta: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -80,10 +80,6 @@ class QuantizedLinear(nn.Linear):
     def dtype(self) -> torch.dtype:
         return self.weight.dtype
 
-    @property
-    def packed_tensors(self) -> list[torch.Tensor]:
-        return list(self.buffers(recurse=False))
-
     def drop_backward(self) -> None:
         """Free buffers that only a backward pass needs."""
 
@@ -220,15 +216,12 @@ class Nf4Linear(QuantizedLinear):
 
     def _unpack(self, scale: torch.Tensor) -> torch.Tensor:
         blocks = self.level_pairs.index_select(0, self.codes.int()).view(-1, NF4_BLOCK_SIZE)
-        weight = blocks.mul_(self._absmax(scale)[: len(blocks), None]).flatten()
+        weight = blocks.mul_(self.block_absmax(scale)[: len(blocks), None]).flatten()
         return weight[: self.out_features * self.in_features].view(self.out_features, self.in_features)
 
-    def block_absmax(self) -> torch.Tensor:
+    def block_absmax(self, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Return the absmax of each block, and of the padding after the last one, in the compute type."""
-        return self._absmax(self.scale)
-
-    def _absmax(self, scale: torch.Tensor) -> torch.Tensor:
-        return (self.block_scales * scale).to(self.dtype).flatten()
+        return (self.block_scales * (self.scale if scale is None else scale)).to(self.dtype).flatten()
 
 
 QUANTIZED_LINEARS: dict[str, type[QuantizedLinear]] = {kind.kind: kind for kind in (Fp8Linear, Int8Linear, Nf4Linear)}

@@ -147,7 +147,7 @@ def test_missing_gpu_memory_does_not_change_the_encoder(codec: HiggsCodec, monke
 
 @pytest.mark.usefixtures("card")
 def test_another_form_of_codec_is_encoded_in_plain_fp32(codec: HiggsCodec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec_module, "unsupported_reason", lambda _model: "it is of another make")
+    monkeypatch.setattr(batched_encoder, "unsupported_reason", lambda _model: "it is of another make")
     monkeypatch.setattr(codec_module, "BatchedCodec", None)
     codes, said = encoded(codec, clips())
     assert "another make" in said[0]

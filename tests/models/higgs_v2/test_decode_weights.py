@@ -9,7 +9,7 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 
 from myna.models.higgs_v2 import tiny
 from myna.models.higgs_v2.decode import MAX_SLAB_ROWS, _product
-from myna.models.higgs_v2.decode.weights import Weight, join_head, join_weights
+from myna.models.higgs_v2.decode.weights import Weight, join_weights
 
 
 @pytest.mark.parametrize("outputs", [768, 8 * 1026, 20])
@@ -27,7 +27,7 @@ def test_a_product_in_slabs_is_the_product(rows: int, outputs: int) -> None:
 def test_modules_keep_views_of_joined_weights(dtype: torch.dtype) -> None:
     model = HiggsAudioV2ForConditionalGeneration(tiny.tiny_config()).eval().requires_grad_(False).to(dtype)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    layers, head = join_weights(model), join_head(model)
+    layers, head = join_weights(model)
     attention = model.model.layers[0].self_attn
     assert attention.k_proj.weight.untyped_storage().data_ptr() == layers[0].qkv.values.untyped_storage().data_ptr()
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())

@@ -170,21 +170,18 @@ class ResidualUnits(nn.Module):
         super().__init__()
         self.conv1 = nn.ModuleList(FusedConv.from_conv(unit.conv1) for unit in units)
         self.conv2 = nn.ModuleList(FusedConv.from_conv(unit.conv2) for unit in units)
-        for number, snake in enumerate(snake for unit in units for snake in (unit.snake1, unit.snake2)):
-            self.register_buffer(f"alpha{number}", snake_frequencies(snake))
-
-    def alpha(self, number: int) -> Tensor:
-        """Return the parameter of the snake before a convolution."""
-        return getattr(self, f"alpha{number}")  # type: ignore[no-any-return]
+        snakes = [snake for unit in units for snake in (unit.snake1, unit.snake2)]
+        self.alphas = nn.ParameterList(snake_frequencies(snake) for snake in snakes).requires_grad_(False)
+        """Parameter of the snake before each convolution."""
 
     def forward(self, x: Tensor, activated: Tensor, ends: Tensor, snake: Tensor) -> Tensor:
         """Map the input before and after its first snake to the output after `snake`."""
         conv1: Any
         conv2: Any
         for number, (conv1, conv2) in enumerate(zip(self.conv1, self.conv2, strict=True), start=1):
-            activated = conv1(activated, ends, activation=self.alpha(2 * number - 1))
+            activated = conv1(activated, ends, activation=self.alphas[2 * number - 1])
             last = number == len(self.conv1)
-            following = snake if last else self.alpha(2 * number)
+            following = snake if last else self.alphas[2 * number]
             x, activated = conv2.with_sum(activated, ends, x, following, keep=not last)
         return activated
 
@@ -217,7 +214,7 @@ class AcousticEncoder(nn.Module):
     def forward(self, waves: Tensor, ends: Tensor) -> Tensor:
         """Encode waves; `ends` are in samples."""
         blocks: list[Any] = list(self.blocks)
-        alphas = [*(block.units.alpha(0) for block in blocks), self.alpha]
+        alphas = [*(block.units.alphas[0] for block in blocks), self.alpha]
         x, activated = self.first(waves, ends, activation=alphas[0], keep=True)
         for number, block in enumerate(blocks, start=1):
             x, activated = block(x, activated, ends, alphas[number], keep=number < len(blocks))

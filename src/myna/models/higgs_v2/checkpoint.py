@@ -19,13 +19,8 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
-from transformers import (
-    GenerationConfig,
-    HiggsAudioV2Config,
-    HiggsAudioV2ForConditionalGeneration,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, HiggsAudioV2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import HiggsAudioV2ForConditionalGeneration as HiggsModel
 
 from myna.core.compat import model_from_config
 from myna.core.errors import CheckpointError, ModelError
@@ -117,14 +112,6 @@ def read_sampling(folder: Path) -> Sampling:
     return Sampling(**settings)
 
 
-def _generation_settings(sampling: Sampling) -> dict[str, Any]:
-    """Return the settings in transformers' names. Greedy sampling has no temperature there."""
-    settings = {theirs: getattr(sampling, ours) for ours, theirs in SAMPLING_KEYS.items()}
-    if sampling.temperature > 0:
-        return settings | {"do_sample": True}
-    return {name: value for name, value in settings.items() if name.startswith("ras_")} | {"do_sample": False}
-
-
 def read_config(folder: Path) -> HiggsAudioV2Config:
     """Read and check the configuration of a checkpoint of either layout."""
     file = folder / "config.json"
@@ -166,24 +153,17 @@ def check_tokenizer(config: HiggsAudioV2Config, tokenizer: PreTrainedTokenizerFa
     files.check_token_ids(tokenizer, config.vocab_size, PROMPT_TOKENS, other_ids)
 
 
-def meta_model(
-    config: HiggsAudioV2Config, *, text_head: bool, dtype: torch.dtype | None = None
-) -> HiggsAudioV2ForConditionalGeneration:
+def meta_model(config: HiggsAudioV2Config, *, text_head: bool, dtype: torch.dtype | None = None) -> HiggsModel:
     """Build the model on the meta device: names and shapes, no memory."""
     with torch.device("meta"):
-        model: HiggsAudioV2ForConditionalGeneration = model_from_config(
-            HiggsAudioV2ForConditionalGeneration,
-            copy.deepcopy(config),
-            dtype=dtype,
-            attn_implementation="sdpa",
-            use_text_head=text_head,
-        )
+        settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "use_text_head": text_head}
+        model: HiggsModel = model_from_config(HiggsModel, copy.deepcopy(config), **settings)
     return model.eval()
 
 
 def load_weights(
     folder: Path, config: HiggsAudioV2Config, *, dtype: torch.dtype | None, device: torch.device | str, text_head: bool
-) -> HiggsAudioV2ForConditionalGeneration:
+) -> HiggsModel:
     """Load weights of either layout, all names and shapes checked first. Device `meta` reads nothing."""
     device = torch.device(device)
     model = meta_model(config, text_head=text_head, dtype=dtype)
@@ -236,7 +216,7 @@ def check_weights(folder: Path, config: HiggsAudioV2Config) -> str:
 
 
 def save_checkpoint(
-    model: HiggsAudioV2ForConditionalGeneration,
+    model: HiggsModel,
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,
     sampling: Sampling = DEFAULT_SAMPLING,
@@ -258,11 +238,14 @@ def save_checkpoint(
         tokenizer.save_pretrained(written)
         if layout == "transformers":
             model.save_pretrained(written, max_shard_size=MAX_SHARD_SIZE)
+            # Greedy sampling has no temperature in transformers.
+            drawn = sampling.temperature > 0
+            names = {name: key for name, key in SAMPLING_KEYS.items() if drawn or key.startswith("ras_")}
             GenerationConfig(
                 bos_token_id=_token_id(tokenizer, "<|begin_of_text|>"),
-                eos_token_id=model.config.eos_token_id,
-                pad_token_id=model.config.pad_token_id,
-                **_generation_settings(sampling),
+                **{name: getattr(model.config, name) for name in ("eos_token_id", "pad_token_id")},
+                **{key: getattr(sampling, name) for name, key in names.items()},
+                do_sample=drawn,
             ).save_pretrained(written)
         else:
             state = {_rename(name, "original"): tensor for name, tensor in state.items()}

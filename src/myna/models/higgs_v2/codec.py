@@ -33,13 +33,8 @@ from myna.core.errors import CheckpointError, ModelError
 from myna.data.codec import Codes, EncodedBatch, NotifyCallback, PendingSamples, Samples, encode_equal_lengths
 from myna.models.codecs import check_clips, check_codes, codec_revision, decode_in_windows, full_precision
 from myna.models.files import format_names, open_safetensors, quiet_transformers, resolve_checkpoint, weight_files
-from myna.models.higgs_v2.batched_encoder import (
-    BatchedCodec,
-    FusedConv,
-    ResidualUnits,
-    snake_frequencies,
-    unsupported_reason,
-)
+from myna.models.higgs_v2 import batched_encoder
+from myna.models.higgs_v2.batched_encoder import BatchedCodec, FusedConv, ResidualUnits, snake_frequencies
 
 MODEL_TYPE = "higgs_audio_v2_tokenizer"
 RELEASED_CODEC = "eustlb/higgs-audio-v2-tokenizer"
@@ -140,7 +135,7 @@ class HiggsCodec:
             return self._batched
         weight = self._model.fc.weight
         if supports_triton(weight):
-            reason = unsupported_reason(self._model)
+            reason = batched_encoder.unsupported_reason(self._model)
             if reason is None:
                 batched = BatchedCodec(self._model, self._device, sinc_resample)
                 reason = batched.mismatch_reason(self)
@@ -326,12 +321,12 @@ class UpsamplingBlock(nn.Module):
         self.stride: int = block.conv_t1.stride[0]
         self.up = _transposed(block.conv_t1)
         self.units = ResidualUnits(block.res_unit1, block.res_unit2, block.res_unit3)
-        self.phases = nn.Buffer(self.units.alpha(0).repeat(self.stride))
+        self.phases = nn.Buffer(self.units.alphas[0].detach().repeat(self.stride))
 
     def forward(self, activated: Tensor, ends: Tensor, snake: Tensor) -> Tensor:
         """Map the input after this block's own snake to the output after the next one's."""
         windows, time, _ = activated.shape
-        shape = (windows, time * self.stride, len(self.units.alpha(0)))
+        shape = (windows, time * self.stride, len(self.units.alphas[0]))
         x, activated = self.up.with_sum(activated, ends, activation=self.phases)
         return self.units(x.view(shape), activated.view(shape), ends * self.stride, snake)  # type: ignore[no-any-return]
 
@@ -361,9 +356,8 @@ class BatchedDecoder(nn.Module):
         self.first = FusedConv.from_conv(decoder.conv1)
         self.blocks = nn.ModuleList(UpsamplingBlock(block) for block in decoder.block)
         self.last = FusedConv.from_conv(decoder.conv2)
-        alphas = [*(block.snake1 for block in decoder.block), decoder.snake1]
-        for number, snake in enumerate(alphas):
-            self.register_buffer(f"alpha{number}", snake_frequencies(snake))
+        snakes = [*(block.snake1 for block in decoder.block), decoder.snake1]
+        self.alphas = nn.ParameterList(snake_frequencies(snake) for snake in snakes).requires_grad_(False)
         # The linear layers between codebooks and decoder are applied to the entries once. A frame is then a sum of
         # entries.
         entries = [layer.project_out(layer.codebook.embed) for layer in model.quantizer.quantizers]
@@ -377,16 +371,13 @@ class BatchedDecoder(nn.Module):
         x = self.tables[0][codes[..., 0]]
         for number in range(1, codes.shape[-1]):
             x = x + self.tables[number][codes[..., number]]
-        activated = self.first(x, lengths, activation=self._alpha(0))
+        activated = self.first(x, lengths, activation=self.alphas[0])
         block: Any
         for number, block in enumerate(self.blocks, start=1):
-            activated = block(activated, lengths, self._alpha(number))
+            activated = block(activated, lengths, self.alphas[number])
             lengths = lengths * block.stride
         out: Tensor = self.last(activated, lengths)[..., 0]
         return out.clamp(-1, 1)
-
-    def _alpha(self, number: int) -> Tensor:
-        return getattr(self, f"alpha{number}")  # type: ignore[no-any-return]
 
 
 class WindowDecoder:

@@ -74,14 +74,7 @@ class HiggsV2(base.SpeakingFamily):
 
     @cached_property
     def renderer(self) -> HiggsRenderer:
-        config = self.config
-        return HiggsRenderer(
-            tokenizer=self.tokenizer,
-            delay=self.delay,
-            codes_per_book=_codebook_size(config),
-            audio_id=config.audio_token_id,
-            delay_id=config.audio_delay_token_id,
-        )
+        return HiggsRenderer(self.tokenizer, self.delay, _codebook_size(self.config), *self._audio_ids)
 
     @property
     def delay(self) -> DelayPattern:

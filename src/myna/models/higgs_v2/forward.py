@@ -65,16 +65,7 @@ class PackedAttention(NamedTuple):
         tiles = None
         if varlen and supports_tiled_attention(stream):
             tiles = _kernels().AttentionTileTables.from_cu_seqlens(batch.cu_seqlens, len(stream))
-        return cls(
-            to_sequence=batch.to_sequence,
-            to_stream=batch.to_stream,
-            cos=cos,
-            sin=sin,
-            cu_seqlens=batch.cu_seqlens,
-            lengths=lengths,
-            max_seqlen=max_seqlen,
-            tiles=tiles,
-        )
+        return cls(batch.to_sequence, batch.to_stream, cos, sin, batch.cu_seqlens, lengths, max_seqlen, tiles)
 
     def rotate_and_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Rotate queries and keys, then `attend`."""
@@ -180,13 +171,9 @@ def run_layer(layer: Any, stream: Tensor, num_text: int, attend: AttentionFuncti
     return stream + torch.cat([text, audio]).to(stream.dtype)
 
 
-def permute_rows(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Return `x[order]`; `inverse` is the inverse permutation."""
-    return _PermuteRows.apply(x, order, inverse)  # type: ignore[no-untyped-call,no-any-return]
-
-
 class _PermuteRows(torch.autograd.Function):
-    """Permutation whose backward pass is a gather. Autograd's own would sort and accumulate, as rows might repeat."""
+    """Permutation `x[order]`, given its inverse, whose backward pass is a gather. Autograd's own would sort and
+    accumulate, as rows might repeat."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -219,8 +206,8 @@ class PackedLayer(nn.Module):
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             orders = packing.to_sequence, packing.to_stream
-            q, k, v = (permute_rows(x, *orders) for x in (q, k, v))
-            return permute_rows(packing.rotate_and_attend(q, k, v), *orders[::-1])
+            q, k, v = (_PermuteRows.apply(x, *orders) for x in (q, k, v))  # type: ignore[no-untyped-call]
+            return _PermuteRows.apply(packing.rotate_and_attend(q, k, v), *orders[::-1])  # type: ignore[no-untyped-call,no-any-return]
 
         stream = run_layer(self.layer, stream, num_text, attend)
         return (stream if output is None else stream[output.rows]), None

@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 
 import numpy as np
-import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
 from myna.core.errors import DataError
@@ -64,17 +63,9 @@ class DelayPattern:
         out[len(out) - books + 1 :][_triangle(books - 1, books)] = IGNORE_INDEX
         return out
 
-    def undo(self, delayed: Ids) -> Codes:
-        """Undo `apply`."""
-        frames = len(delayed) - self.codebooks - 1
-        columns = [delayed[k + 1 : k + 1 + frames, k] for k in range(self.codebooks)]
-        return np.stack(columns, axis=1).astype(np.uint16)
 
-
-@cache
-def _triangle(rows: int, columns: int) -> npt.NDArray[np.bool_]:
-    """True on the diagonal and below it."""
-    return np.tri(rows, columns, dtype=bool)
+_triangle = cache(partial(np.tri, dtype=bool))
+"""True on the diagonal and below it, by rows and columns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +121,9 @@ class HiggsRenderer(PromptRenderer):
         return RenderedSequence(
             id=conversation.id,
             ids=all_ids,
-            codes=np.concatenate(codes) if codes else no_codes,
+            codes=np.concatenate(codes or [no_codes]),
             labels=labels,
-            code_labels=np.concatenate(code_labels) if code_labels else no_codes,
+            code_labels=np.concatenate(code_labels or [no_codes]),
             spans=tuple(spans),
             target_seconds=target_frames / FRAME_RATE,
         )
@@ -147,7 +138,8 @@ class HiggsRenderer(PromptRenderer):
         yield PromptSegment("special", "<|begin_of_text|>")
         if turns[0].role != "system":
             turns = (Turn("system", ()), *turns)
-        many_speakers = any(_speakers(part) > 1 for turn in turns for part in turn.parts if isinstance(part, str))
+        texts = [part for turn in turns for part in turn.parts if isinstance(part, str)]
+        many_speakers = any(len(set(SPEAKER_TAG.findall(text))) > 1 for text in texts)
         for turn, following in zip_longest(turns, turns[1:]):
             yield from _header(turn.role)
             if turn.role == "system":
@@ -210,7 +202,3 @@ def _clip(clip: AudioClip, role: str, supervised: bool, text_label: bool) -> Ite
     yield PromptSegment("special", "<|audio_out_bos|>" if role == "assistant" else "<|audio_bos|>", text_label)
     yield PromptSegment("audio", clip.id, supervised, clip)
     yield PromptSegment("special", "<|audio_eos|>", text_label)
-
-
-def _speakers(text: str) -> int:
-    return len(set(SPEAKER_TAG.findall(text)))

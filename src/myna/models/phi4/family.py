@@ -77,14 +77,9 @@ class Phi4(base.AnsweringFamily):
     @cached_property
     def renderer(self) -> Phi4Renderer:
         audio = self.config.audio_config
-        return Phi4Renderer(
-            self.tokenizer,
-            audio.audio_token_id,
-            audio.input_size,
-            audio.time_reduction,
-            FRAME_RATE,
-            self.config.original_max_position_embeddings or self.config.max_position_embeddings,
-        )
+        longest = self.config.original_max_position_embeddings or self.config.max_position_embeddings
+        shape = (audio.audio_token_id, audio.input_size, audio.time_reduction)
+        return Phi4Renderer(self.tokenizer, *shape, FRAME_RATE, longest)
 
     @property
     def loss_terms(self) -> tuple[str, ...]:

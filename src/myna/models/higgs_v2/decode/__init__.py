@@ -19,16 +19,8 @@ from torch import Tensor
 from myna.core.compat import foreach_copy
 from myna.models.base import Number, PendingStep, RenderedSequence, Sampling, StepHistory, StepResult
 from myna.models.code_sampling import RowState, advance, log_probabilities, sample_frame
-from myna.models.higgs_v2.decode.weights import (
-    AdapterDelta,
-    HiggsAdapterSlots,
-    LayerWeights,
-    Weight,
-    can_join,
-    join_head,
-    join_weights,
-    run_adapted_layer,
-)
+from myna.models.higgs_v2.decode import weights
+from myna.models.higgs_v2.decode.weights import AdapterDelta, HiggsAdapterSlots, LayerWeights, Weight
 from myna.models.higgs_v2.forward import AttentionFunction, apply_rotary, embed_inputs, rotary_tables, run_layer
 from myna.models.higgs_v2.render import DelayPattern
 
@@ -60,8 +52,9 @@ class HiggsDecoder:
         self.classes: int = config.codebook_size
         self.device = core.audio_lm_head.weight.device
         self.state = RowState.create(rows, delay.codebooks, self.device)
-        self._layers = join_weights(core) if can_join(core) else None
-        self._head = join_head(core) if can_join(core) else None
+        self._layers: list[LayerWeights] | None = None
+        if weights.can_join(core):
+            self._layers, self._head = weights.join_weights(core)
         self._allocate_cache()
 
     def _allocate_cache(self) -> None:
@@ -139,8 +132,7 @@ class HiggsDecoder:
 
     def frames(self, delayed: StepHistory[Any], ended: bool) -> int:
         # Without the begin-of-stream frame, a clip of n frames takes n + codebooks frames; the last one ends it.
-        whole = len(delayed) - self.delay.codebooks + (0 if ended else 1)
-        return max(0, whole)
+        return max(0, len(delayed) - self.delay.codebooks + (0 if ended else 1))
 
     def undelay(self, delayed: StepHistory[Number], start: int, stop: int) -> npt.NDArray[Number]:
         books = np.arange(self.delay.codebooks)
@@ -159,7 +151,7 @@ class HiggsDecoder:
         """Generate a frame of some rows, whose longest context will be `length`."""
         state = self.state.part(first, rows)
         hidden = self.core.model.norm(self._hidden(state, first, length))
-        logits = self.core.audio_lm_head(hidden) if self._head is None else _product(hidden, self._head)
+        logits = self.core.audio_lm_head(hidden) if self._layers is None else _product(hidden, self._head)
         logits = logits.view(rows, self.delay.codebooks, self.classes).float()
         codes = sample_frame(logits, state, rows, self.delay.begin, self.delay.end)
         state.log_probs.copy_(log_probabilities(logits, codes))
@@ -176,8 +168,8 @@ class HiggsDecoder:
             keys, values = self.keys[layer][first, :, :length], self.values[layer][first, :, :length]
             keys[:, -1], values[:, -1] = k[0], v[0]
             q = q.to(keys.dtype).reshape(self.kv_heads, -1, self.head_dim)
-            weights = torch.matmul(q * self.head_dim**-0.5, keys.transpose(1, 2)).softmax(-1)
-            return torch.matmul(weights, values).view(1, self.heads, self.head_dim)
+            attention = torch.matmul(q * self.head_dim**-0.5, keys.transpose(1, 2)).softmax(-1)
+            return torch.matmul(attention, values).view(1, self.heads, self.head_dim)
 
         def attend_many(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Attend with one query per row. Heads that share keys are taken as positions: no key is repeated."""
@@ -195,8 +187,8 @@ class HiggsDecoder:
         if self.adapters is not None and any(slot >= 0 for slot in self._row_slots[first : first + rows]):
             delta = self.adapters.row_deltas(state.adapters, state.strengths)
         if self._layers is not None:
-            for number, weights in enumerate(self._layers):
-                stream = self._joined_layer(number, weights, stream, cos, sin, attend, delta)
+            for number, layer in enumerate(self._layers):
+                stream = self._joined_layer(number, layer, stream, cos, sin, attend, delta)
             return stream
         sin = torch.cat([-sin[..., : self.head_dim // 2], sin[..., self.head_dim // 2 :]], -1)
 
@@ -208,7 +200,7 @@ class HiggsDecoder:
     def _joined_layer(
         self,
         number: int,
-        weights: LayerWeights,
+        layer: LayerWeights,
         stream: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -220,16 +212,16 @@ class HiggsDecoder:
             return y if delta is None else y + delta(group, number, x)
 
         epsilon = self.core.config.rms_norm_eps
-        x = _rms_norm(stream, weights.attention_norm, epsilon)
-        qkv = project("qkv", x, weights.qkv).view(len(x), -1, self.head_dim)
+        x = _rms_norm(stream, layer.attention_norm, epsilon)
+        qkv = project("qkv", x, layer.qkv).view(len(x), -1, self.head_dim)
         qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         first, second = qk.chunk(2, -1)
         qk = torch.addcmul(qk * cos, torch.cat([second, first], -1), sin)
         attended = attend(number, qk[:, : self.heads], qk[:, self.heads :], v)
-        stream = stream + project("out", attended.flatten(1), weights.out)
-        x = _rms_norm(stream, weights.mlp_norm, epsilon)
-        gate, up = project("gate_up", x, weights.gate_up).chunk(2, -1)
-        return stream + project("down", F.silu(gate).mul_(up), weights.down)
+        stream = stream + project("out", attended.flatten(1), layer.out)
+        x = _rms_norm(stream, layer.mlp_norm, epsilon)
+        gate, up = project("gate_up", x, layer.gate_up).chunk(2, -1)
+        return stream + project("down", F.silu(gate).mul_(up), layer.down)
 
 
 def run_prompt(
@@ -264,7 +256,7 @@ def run_layers(
         if delta is None:
             stream = run_layer(layer, stream, num_text, attend)
         else:
-            stream = run_adapted_layer(layer, stream, num_text, attend, delta)
+            stream = weights.run_adapted_layer(layer, stream, num_text, attend, delta)
     return stream
 
 

@@ -16,15 +16,8 @@ from torch import Tensor
 from myna.core.compat import scaled_mm
 from myna.models.base import IGNORE_INDEX, RenderedSequence, StepResult
 from myna.models.code_sampling import MAX_REPETITION_WINDOW, RowState
-from myna.models.higgs_v2.decode import HiggsDecoder, audio_positions, kernels, run_layers, sampling_kernels
-from myna.models.higgs_v2.decode.weights import (
-    HiggsAdapterSlots,
-    Weight,
-    WeightFormat,
-    join_text_weights,
-    pack_weights,
-    packed_format,
-)
+from myna.models.higgs_v2.decode import HiggsDecoder, audio_positions, kernels, run_layers, sampling_kernels, weights
+from myna.models.higgs_v2.decode.weights import HiggsAdapterSlots, Weight, WeightFormat
 from myna.models.higgs_v2.forward import apply_rotary, embed_inputs
 from myna.models.higgs_v2.render import DelayPattern
 
@@ -41,6 +34,8 @@ WARM_TEXT, WARM_AUDIO = 256, 448
 LOG2_E = 1.4426950408889634
 ADAPTER_CHUNK = 16
 """Ranks of an adapter that a kernel reads at once."""
+GATE_OUTPUTS, GATE_RANKS = 64, 64
+"""Outputs and ranks of a tile of SwiGLU with adapters."""
 ROTATED_HEADS = 4
 """Largest number of heads that a program rotates. With adapters it rotates one."""
 NORM_WARPS, ADAPTED_NORM_WARPS = 8, 16
@@ -55,18 +50,6 @@ class DecodeAttentionTile(NamedTuple):
     block: int
     warps: int
     stages: int
-
-
-class GateTile(NamedTuple):
-    """Tile sizes of SwiGLU with adapters."""
-
-    outputs: int
-    ranks: int
-    warps: int
-    stages: int
-
-
-GATE_TILE = GateTile(64, 64, 4, 3)
 
 
 def decode_attention_tile(rows: int) -> DecodeAttentionTile:
@@ -124,9 +107,9 @@ class CudaDecoder(HiggsDecoder):
         self._prompt_graphs: dict[tuple[int, int, int], PromptGraph] = {}
         """Graphs of prompts, by text positions, audio positions and `_adapter_version`."""
         self._pool: Any = None
-        self._format: WeightFormat | None = "plain" if self._layers is not None else packed_format(core)
-        self._packed = pack_weights(core) if self._layers is None and self._format is not None else None
-        self._text_layers = join_text_weights(core) if self._layers is not None else []
+        self._format: WeightFormat | None = "plain" if self._layers is not None else weights.packed_format(core)
+        self._packed = weights.pack_weights(core) if self._layers is None and self._format is not None else None
+        self._text_layers = weights.join_text_weights(core) if self._layers is not None else []
         self._levels = None
         if self._format == "nf4":
             pairs = core.model.layers[0].self_attn.q_proj.level_pairs
@@ -221,14 +204,14 @@ class CudaDecoder(HiggsDecoder):
             attended = attended[0].transpose(0, 1)[order].flatten(1)
             add_and_normalize(F.linear(attended, audio.out.values), (text.mlp_norm, audio.mlp_norm))
             update = torch.empty_like(x)
-            for first, last, weights in ((0, texts, text), (texts, length, audio)):
+            for first, last, own in ((0, texts, text), (texts, length, audio)):
                 if first < last:
-                    gate_up = F.linear(x[first:last], weights.gate_up.values)
+                    gate_up = F.linear(x[first:last], own.gate_up.values)
                     gated = gate_up.new_empty(last - first, gate_up.shape[1] // 2)
                     kernels.silu_multiply_kernel[last - first, triton.cdiv(gated.shape[1], 1024)](
                         gate_up, gated, None, None, gated.shape[1], 1024, False, False
                     )
-                    torch.mm(gated, weights.down.values.t(), out=update[first:last])
+                    torch.mm(gated, own.down.values.t(), out=update[first:last])
 
     @torch.inference_mode()
     def step(self, rows: int, longest: int) -> EnqueuedStep:  # noqa: ARG002 - the graph reads the lengths itself
@@ -358,32 +341,27 @@ class CudaDecoder(HiggsDecoder):
         """Run layers and head for a single row: five kernels a layer."""
         hidden, inner, wide = self._h.shape[1], self._q.shape[1], self._gated.shape[1]
         core, levels, epsilon = self.core, self._levels, self.core.config.rms_norm_eps
-        for number, weights in enumerate(self._layers or self._packed or []):
+        for number, layer in enumerate(self._layers or self._packed or []):
             qkv, out, gate_up, down = (
-                (weight.values, weight.scales) for weight in (weights.qkv, weights.out, weights.gate_up, weights.down)
+                (weight.values, weight.scales) for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)
             )
             self._product(
                 *(kernels.qkv_kernel, (self.heads + 2 * self.kv_heads) * self.head_dim // 2, 2),
-                *(self._h, weights.attention_norm, *qkv, levels, self._q, self.keys[number], self.values[number]),
+                *(self._h, layer.attention_norm, *qkv, levels, self._q, self.keys[number], self.values[number]),
                 *(self._half_cos, self._half_sin, self.state.positions, epsilon, self.max_positions),
                 **{"K": hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads, "D": self.head_dim},
                 FORMAT=self._format,
             )
             self._attend(number, 1, dependent=self._dependent)
+            arguments = (kernels.residual_kernel, hidden, 2, self._attended, *out, levels, self._h)
+            self._product(*arguments, K=inner, FORMAT=self._format)
             self._product(
-                *(kernels.residual_kernel, hidden, 2, self._attended, *out, levels, self._h),
-                K=inner,
+                *(kernels.swiglu_kernel, wide, 2, self._h, layer.mlp_norm, *gate_up, levels, self._gated, epsilon),
+                **{"K": hidden, "N": wide},
                 FORMAT=self._format,
             )
-            self._product(
-                *(kernels.swiglu_kernel, wide, 2, self._h, weights.mlp_norm, *gate_up, levels, self._gated, epsilon),
-                K=hidden,
-                N=wide,
-                FORMAT=self._format,
-            )
-            self._product(
-                *(kernels.residual_kernel, hidden, 2, self._gated, *down, levels, self._h), K=wide, FORMAT=self._format
-            )
+            arguments = (kernels.residual_kernel, hidden, 2, self._gated, *down, levels, self._h)
+            self._product(*arguments, K=wide, FORMAT=self._format)
         outputs, head = len(core.audio_lm_head.weight), core.audio_lm_head.weight
         self._product(
             *(kernels.head_kernel, outputs, 4, self._h, core.model.norm.weight, head, self._logits, epsilon),
@@ -414,8 +392,8 @@ class CudaDecoder(HiggsDecoder):
         batch = MatrixBatch(self, rows, adapted)
         group = 1 if adapted else math.gcd(ROTATED_HEADS, self.heads, self.kv_heads)
         batch.add_and_normalize(None, layers[0].attention_norm, x)
-        for number, weights in enumerate(layers):
-            qkv = batch.product(x, weights.qkv, "qkv", number)
+        for number, layer in enumerate(layers):
+            qkv = batch.product(x, layer.qkv, "qkv", number)
             kernels.rotate_and_store_kernel[rows, (self.heads + 2 * self.kv_heads) // group](
                 *(qkv.values, self._q, self.keys[number], self.values[number], self._half_cos, self._half_sin),
                 *(self.state.positions, *qkv.adapters, self.max_positions, *qkv.strides),
@@ -426,11 +404,10 @@ class CudaDecoder(HiggsDecoder):
             self._attend(number, rows, dependent=self._dependent)
             attended = self._attended[:rows]
             batch.quantize(attended)
-            batch.add_and_normalize(batch.product(attended, weights.out, "out", number), weights.mlp_norm, x)
-            gate_up = batch.product(x, weights.gate_up, "gate_up", number)
-            batch.gate(gate_up)
+            batch.add_and_normalize(batch.product(attended, layer.out, "out", number), layer.mlp_norm, x)
+            batch.gate(batch.product(x, layer.gate_up, "gate_up", number))
             norm = layers[number + 1].attention_norm if number + 1 < len(layers) else core.model.norm.weight
-            batch.add_and_normalize(batch.product(self._gated[:rows], weights.down, "down", number), norm, x)
+            batch.add_and_normalize(batch.product(self._gated[:rows], layer.down, "down", number), norm, x)
         self._logits[:rows] = F.linear(x, core.audio_lm_head.weight)
 
 
@@ -526,14 +503,14 @@ class MatrixBatch:
                 launch_pdl=dependent,
             )
             return
-        ranks, tile = self.decoder.slots_in_use(rows) * self.rank, GATE_TILE
-        block_ranks = max(16, min(tile.ranks, triton.next_power_of_2(ranks)))  # 16: smallest side of a product
+        ranks = self.decoder.slots_in_use(rows) * self.rank
+        block_ranks = max(16, min(GATE_RANKS, triton.next_power_of_2(ranks)))  # 16: smallest side of a product
         block_rows = min(64, max(16, triton.next_power_of_2(rows)))
-        kernels.adapted_silu_multiply_kernel[triton.cdiv(rows, block_rows), triton.cdiv(wide, tile.outputs)](
+        kernels.adapted_silu_multiply_kernel[triton.cdiv(rows, block_rows), triton.cdiv(wide, GATE_OUTPUTS)](
             *(gate_up.values, gated, *gate_up.adapters, rows, ranks, *gate_up.strides),
-            *(wide, self.rank, block_rows, tile.outputs, block_ranks, dependent),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            *(wide, self.rank, block_rows, GATE_OUTPUTS, block_ranks, dependent),
+            num_warps=4,
+            num_stages=3,
             launch_pdl=dependent,
         )
         self.quantize(gated[:rows])

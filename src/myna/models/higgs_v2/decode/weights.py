@@ -23,7 +23,6 @@ from myna.models.quantized import NF4_BLOCK_SIZE, Fp8Linear, Int8Linear, Nf4Line
 
 MAX_COPIED_BYTES = 2**30
 """Largest model of which a copy is made, in bytes."""
-
 WeightFormat = Literal["plain", "row_scales", "nf4"]
 """Format of weights for kernels: numbers; codes with scales per output (fp8, int8); nf4 with scales per block."""
 RANK_MULTIPLE = 8
@@ -37,6 +36,8 @@ GROUPS = {
     "text_down": ("mlp.down_proj",),
 }
 """Projections that share an input, whose matrices are stacked."""
+AUDIO_GROUPS = ("qkv", "out", "gate_up", "down")
+"""Groups that audio positions use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +78,7 @@ class TextWeights:
 
 def packed_format(core: Any) -> WeightFormat | None:
     """Return the format in which kernels can read the quantized layers; None if there is none."""
-    linears = [linear for layer in core.model.layers for linear in _linears(layer)]
+    linears = _layer_linears(core)
     kinds = {type(linear) for linear in linears}
     if len(kinds) != 1 or any(linear.bias is not None for linear in linears):
         return None
@@ -108,7 +109,7 @@ def _pack(linears: Sequence[Any]) -> Weight:
 
 def can_join(core: Any) -> bool:
     """Return whether the layers are plain: no adapter, nothing quantized, nothing in training, one type, no bias."""
-    linears = [linear for layer in core.model.layers for linear in _linears(layer)]
+    linears = _layer_linears(core)
     plain = all(type(linear) is nn.Linear and linear.bias is None for linear in linears)
     return (
         plain
@@ -117,11 +118,18 @@ def can_join(core: Any) -> bool:
     )
 
 
-def join_weights(core: Any) -> list[LayerWeights]:
-    """Join the layers' weights in place. The modules keep views, so that nothing is stored twice. On a CPU fp32
-    products with many rows are faster by a sixth with weights that lie input by input, so small models get a copy that
-    does."""
-    return [_join_layer(layer, _join_copied if _is_copied(core) else _join_weight) for layer in core.model.layers]
+def join_weights(core: Any) -> tuple[list[LayerWeights], Weight]:
+    """Join the layers' weights in place, and return them and the audio head's. The modules keep views, so that nothing
+    is stored twice. On a CPU fp32 products with many rows are faster by a sixth with weights that lie input by input,
+    so small models get a copy that does."""
+    small, head = sum(weight.nbytes for weight in core.parameters()) < MAX_COPIED_BYTES, core.audio_lm_head
+    copied = small and head.weight.device.type == "cpu" and head.weight.dtype == torch.float32
+
+    def join(linears: Sequence[nn.Linear]) -> Weight:
+        values = _join(linears)
+        return Weight(values, input_major=values.t().contiguous().t() if copied else None)
+
+    return [_join_layer(layer, join) for layer in core.model.layers], join([head])
 
 
 def join_text_weights(core: Any) -> list[TextWeights]:
@@ -137,43 +145,18 @@ def join_text_weights(core: Any) -> list[TextWeights]:
     ]
 
 
-def join_head(core: Any) -> Weight:
-    """Return the audio head's weight in the form of `join_weights`."""
-    return (_join_copied if _is_copied(core) else _join_weight)([core.audio_lm_head])
-
-
-def _is_copied(core: Any) -> bool:
-    small = sum(weight.nbytes for weight in core.parameters()) < MAX_COPIED_BYTES
-    head: Tensor = core.audio_lm_head.weight
-    return small and head.device.type == "cpu" and head.dtype == torch.float32
-
-
 def _join_layer(layer: Any, join: Callable[[Sequence[Any]], Weight]) -> LayerWeights:
-    attention, mlp = layer.self_attn, layer.audio_mlp
     return LayerWeights(
         attention_norm=layer.audio_input_layernorm.weight.detach(),
-        qkv=join([attention.q_proj, attention.k_proj, attention.v_proj]),
-        out=join([attention.o_proj]),
         mlp_norm=layer.audio_post_attention_layernorm.weight.detach(),
-        gate_up=join([mlp.gate_proj, mlp.up_proj]),
-        down=join([mlp.down_proj]),
+        **{group: join([layer.get_submodule(name) for name in GROUPS[group]]) for group in AUDIO_GROUPS},
     )
 
 
-def _join_weight(linears: Sequence[nn.Linear]) -> Weight:
-    return Weight(_join(linears))
-
-
-def _join_copied(linears: Sequence[nn.Linear]) -> Weight:
-    values = _join(linears)
-    return Weight(values, input_major=values.t().contiguous().t())
-
-
-def _linears(layer: Any) -> list[Any]:
-    attention, mlp = layer.self_attn, layer.audio_mlp
+def _layer_linears(core: Any) -> list[Any]:
+    """Return the linear layers that audio positions use, except the head."""
     return [
-        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+        layer.get_submodule(name) for layer in core.model.layers for group in AUDIO_GROUPS for name in GROUPS[group]
     ]
 
 
@@ -377,7 +360,4 @@ def _run_mlp(mlp: Any, x: Tensor, layer: int, groups: tuple[str, str], delta: Ad
 
 
 def _padded(rank: int) -> int:
-    size = RANK_MULTIPLE
-    while size < rank:
-        size *= 2
-    return size
+    return max(RANK_MULTIPLE, 1 << (rank - 1).bit_length())

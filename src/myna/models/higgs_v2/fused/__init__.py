@@ -14,18 +14,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from myna.models.higgs_v2.forward import OutputRows, PackedAttention
-from myna.models.higgs_v2.fused.linear import (
-    FusedLinearGroup,
-    ModalityNorms,
-    PackedInput,
-    add_rms_norm,
-    make_linear_group,
-    rms_norm_backward,
-    rotate_qkv,
-    rotate_qkv_backward,
-    swiglu,
-    swiglu_backward,
-)
+from myna.models.higgs_v2.fused import linear as ops
+from myna.models.higgs_v2.fused.linear import FusedLinearGroup, ModalityNorms, PackedInput, make_linear_group
 
 
 class _BeforeAttention(torch.autograd.Function):
@@ -43,11 +33,11 @@ class _BeforeAttention(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         group, order, cos, sin = layer.qkv, packing.to_sequence, packing.cos, packing.sin
         normed = group.workspace(stream, group.inputs)
-        stream, inverse_rms = add_rms_norm(stream, update, None, layer.first_norms, num_text, normed)
+        stream, inverse_rms = ops.add_rms_norm(stream, update, None, layer.first_norms, num_text, normed)
         qkv = stream.new_empty(len(stream), group.outputs)
         group.matmul(normed, qkv)
         values_at = layer.queries + layer.keys
-        rotated = rotate_qkv(qkv, order, cos, sin, layer.head_size, values_at)
+        rotated = ops.rotate_qkv(qkv, order, cos, sin, layer.head_size, values_at)
         ctx.layer, ctx.num_text = layer, num_text
         ctx.save_for_backward(stream, inverse_rms, normed.x, normed.projection, order, cos, sin)
         heads = rotated.view(len(rotated), layer.queries + 2 * layer.keys, layer.head_size)
@@ -59,13 +49,13 @@ class _BeforeAttention(torch.autograd.Function):
         stream, inverse_rms, x, projection, order, cos, sin = ctx.saved_tensors
         layer, group = ctx.layer, ctx.layer.qkv
         d_qkv = group.workspace(stream, group.outputs)
-        rotate_qkv_backward(dq, dk, dv, order, cos, sin, d_qkv)
+        ops.rotate_qkv_backward(dq, dk, dv, order, cos, sin, d_qkv)
         _, _, _, needs_stream, needs_update, *_ = ctx.needs_input_grad
         d = None
         if needs_stream or needs_update:
             d_normed = torch.empty_like(stream)
             group.matmul_backward(d_qkv, d_normed)
-            d = rms_norm_backward(d_normed, stream, inverse_rms, layer.first_norms, ctx.num_text, d_stream)
+            d = ops.rms_norm_backward(d_normed, stream, inverse_rms, layer.first_norms, ctx.num_text, d_stream)
         else:
             # Nothing is trained below the first layer.
             group.project_gradient(d_qkv)
@@ -94,12 +84,12 @@ class _AfterAttention(torch.autograd.Function):
         out.matmul(heads, update)
 
         normed = gate_up.workspace(stream, gate_up.inputs)
-        stream, inverse_rms = add_rms_norm(stream, update, order, layer.second_norms, num_text, normed)
+        stream, inverse_rms = ops.add_rms_norm(stream, update, order, layer.second_norms, num_text, normed)
         hidden = stream.new_empty(len(stream), gate_up.outputs)
         for ffn, rows in layer.ffns(num_text):
             ffn.gate_up.matmul(normed.select(rows), hidden[rows])
         activated = down.workspace(stream, down.inputs)
-        swiglu(hidden, activated)
+        ops.swiglu(hidden, activated)
         update = torch.empty_like(stream)
         for ffn, rows in layer.ffns(num_text):
             ffn.down.matmul(activated.select(rows), update[rows])
@@ -121,7 +111,7 @@ class _AfterAttention(torch.autograd.Function):
         for ffn, rows in layer.ffns(num_text):
             ffn.down.matmul_backward(d_down.select(rows), d_activated[rows])
         d_hidden = gate_up.workspace(stream, gate_up.outputs)
-        swiglu_backward(d_activated, hidden, d_hidden)
+        ops.swiglu_backward(d_activated, hidden, d_hidden)
         d_normed = torch.empty_like(stream)
         gradients: list[Tensor] = []
         for ffn, rows in layer.ffns(num_text):
@@ -132,9 +122,9 @@ class _AfterAttention(torch.autograd.Function):
         arguments = (d_normed, stream, inverse_rms, layer.second_norms, num_text, d_stream)
         if ctx.has_order:
             d_out = out.workspace(stream, out.outputs)
-            d = rms_norm_backward(*arguments, saved[6], d_out)
+            d = ops.rms_norm_backward(*arguments, saved[6], d_out)
         else:
-            d = rms_norm_backward(*arguments)
+            d = ops.rms_norm_backward(*arguments)
             d_out = out.pack(d)
         d_attended = stream.new_empty(len(stream), out.inputs)
         out.matmul_backward(d_out, d_attended)
@@ -151,15 +141,15 @@ class FeedForward(NamedTuple):
 
 def can_fuse(layer: Any) -> bool:
     """Return whether a decoder layer can be fused: plain LoRA on some of its linears, everything else frozen."""
+
+    def is_plain(linear: Any) -> bool:
+        dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in linear.lora_dropout.values())
+        return not dropout and not linear.use_dora.get(linear.active_adapters[0], False) and not linear.merged
+
     linears = [module for module in layer.modules() if isinstance(module, LoraLayer)]
     lora = {id(part) for linear in linears for factor in (linear.lora_A, linear.lora_B) for part in factor.parameters()}
     frozen = not any(parameter.requires_grad and id(parameter) not in lora for parameter in layer.parameters())
-    return bool(linears) and frozen and all(_is_plain_lora(linear) for linear in linears)
-
-
-def _is_plain_lora(linear: Any) -> bool:
-    dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in linear.lora_dropout.values())
-    return not dropout and not linear.use_dora.get(linear.active_adapters[0], False) and not linear.merged
+    return bool(linears) and frozen and all(map(is_plain, linears))
 
 
 class FusedLoraLayer(nn.Module):

@@ -194,13 +194,13 @@ def append_fp8_projection(packed: PackedInput) -> None:
 
 def _fp8_and_residual(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return values rounded to fp8, and the residual rounded to fp8, both in the type of the values."""
-    rounded = _round_to_fp8(values)
-    return rounded, _round_to_fp8(values - rounded)
 
+    def round_to_fp8(x: Tensor) -> Tensor:
+        # Clamped, because the hardware saturates and not every version of torch does.
+        return x.clamp(-FP8_MAX, FP8_MAX).to(E4M3).to(x.dtype)
 
-def _round_to_fp8(values: Tensor) -> Tensor:
-    """Round and saturate, as the hardware does; not every version of torch saturates."""
-    return values.clamp(-FP8_MAX, FP8_MAX).to(E4M3).to(values.dtype)
+    rounded = round_to_fp8(values)
+    return rounded, round_to_fp8(values - rounded)
 
 
 class WeightCopy(NamedTuple):
@@ -488,16 +488,12 @@ def _matmul_fp8(packed: PackedInput, codes: Tensor, scale: Tensor, out: Tensor) 
 def make_linear_group(linears: Sequence[Any], *siblings: Sequence[Any]) -> FusedLinearGroup:
     """Make the group for layers as they are stored. Rows of the group and its `siblings` have one LoRA width."""
     base = linears[0].get_base_layer() if isinstance(linears[0], LoraLayer) else linears[0]
-    lora_width = max(_lora_width(group) for group in (linears, *siblings))
+    adapted = [[x for x in group if isinstance(x, LoraLayer)] for group in (linears, *siblings)]
+    ranks: int = max(sum(x.r[x.active_adapters[0]] for x in group) for group in adapted)
+    lora_width = ranks + -ranks % LORA_ALIGNMENT
     if isinstance(base, Fp8Linear):
         return Fp8LinearGroup(linears, lora_width)
     return (DequantizedLinearGroup if isinstance(base, QuantizedLinear) else FusedLinearGroup)(linears, lora_width)
-
-
-def _lora_width(linears: Sequence[Any]) -> int:
-    """Return the sum of the ranks, aligned."""
-    ranks: int = sum(linear.r[linear.active_adapters[0]] for linear in linears if isinstance(linear, LoraLayer))
-    return ranks + -ranks % LORA_ALIGNMENT
 
 
 def _matmul_as(dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
