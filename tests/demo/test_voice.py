@@ -13,8 +13,8 @@ from myna.audio.files import check_audio, write_audio
 from myna.core.errors import DataError
 from myna.data.manifest import Span, Utterance
 from myna.data.split import TEXTS, TRAIN, DatasetSplit, assign_subsets
-from myna.demo import voice as demo_voice
-from myna.demo.voice import BUNDLED, DemoVoice, clean_reference, select_reference, select_voice
+from myna.demo import run as demo_voice
+from myna.demo.run import BUNDLED, DemoVoice, clean_reference, select_reference, select_voice
 from myna.evaluate.items import clip_seconds, load_clip
 
 RATE = 16_000

@@ -10,7 +10,7 @@ import pytest
 
 from myna.audio.files import Samples
 from myna.data.manifest import read_manifest
-from myna.demo.voice import BUNDLED
+from myna.demo.run import BUNDLED
 from myna.evaluate.items import EvalItem, EvalSet, load_clip
 from myna.evaluate.scoring import Scorers
 from myna.evaluate.systems import REAL, Recordings, System, SystemOutput

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from myna.audio.files import Samples, read_audio
 from myna.core.errors import ConfigError
 from myna.data.manifest import read_manifest
-from myna.demo.voice import BUNDLED
+from myna.demo.run import BUNDLED
 from myna.listen.asr import ASR, GPU_BATCH_CLIPS, TimedTranscript, Transcript
 from myna.listen.torch_whisper import TorchWhisperNetwork, time_warping
 from myna.listen.whisper_windows import decode_clips

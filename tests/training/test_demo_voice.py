@@ -13,7 +13,7 @@ from corpus_making.held_out import is_held_out_line
 from corpus_making.kokoro import DEMO_VOICES, SAMPLE_RATE, Samples, SynthesisRequest
 from myna.core.errors import DataError
 from myna.data.manifest import read_manifest
-from myna.demo.voice import BUNDLED, select_voice
+from myna.demo.run import BUNDLED, select_voice
 from myna.evaluate.items import clip_seconds
 
 

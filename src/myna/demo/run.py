@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,18 +25,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 
-from myna.audio.files import write_audio
+from myna.audio.files import probe, write_audio
+from myna.audio.reference import CheckedReference, check_reference
 from myna.core.config import make_recipe, override, parse_recipe
-from myna.core.errors import MynaError
-from myna.core.io import save_text
+from myna.core.errors import DataError, MynaError
+from myna.core.io import save_text, string_hash
 from myna.core.progress import ProgressCallback, silent
 from myna.data.manifest import Utterance, read_manifest, write_manifest
 from myna.data.prepare import ImportSettings, import_folder, prepare_folder
-from myna.data.split import TEXTS, TRAIN, split_folder, subset_folder
-from myna.demo.voice import BUNDLED, DemoVoice, clean_reference, select_reference, select_voice
+from myna.data.split import TEXTS, TRAIN, DatasetSplit, split_folder, subset_folder
 from myna.evaluate.callback import SpeechEvaluation
 from myna.evaluate.evaluation import Results, save_json
-from myna.evaluate.items import EvalItem, EvalSet, clip_seconds
+from myna.evaluate.items import EvalItem, EvalSet, clip_seconds, load_clip
 from myna.evaluate.metrics import METRICS_BY_KEY, missing_metrics
 from myna.evaluate.model_card import write_run_card
 from myna.evaluate.pages import difference_cell, item_section
@@ -45,7 +46,6 @@ from myna.evaluate.systems import REAL, Recordings, SpeechSystem
 from myna.models import is_model_name, open_family
 from myna.models.ref import ModelRef
 from myna.report import page
-from myna.report.page import Curve, line_plot, smooth_curve
 from myna.speak.loading import load_engine
 from myna.text.normalization import alphanumeric
 from myna.train.launch import start_training
@@ -55,6 +55,17 @@ from myna.train.run import Run
 if TYPE_CHECKING:
     from myna.train.loop import TrainingObserver
 
+BUNDLED = Path(__file__).parent / "recordings"
+"""Three minutes of a voice that fledgling was not trained on; some clips are marked `held_out`."""
+MIN_TEXTS = 8
+"""Minimum number of distinct texts to train and evaluate on."""
+HELD_OUT_SHARE, MIN_HELD_OUT, MAX_HELD_OUT = 0.1, 3, 8
+MIN_CLIP_SECONDS, MAX_CLIP_SECONDS = 1.0, 15.0
+MAX_TOTAL_SECONDS = 900.0
+"""Maximum seconds of all clips: a demo trains for minutes, in which more would not be seen."""
+REFERENCE_SECONDS, REFERENCE_CANDIDATES = 6.0, 12
+"""Preferred length of the reference, long enough for a voice and short enough to be encoded quickly; and number of
+clips of about that length that are searched for one without noise, clipping or a telephone's narrow band."""
 MODEL = "fledgling"
 STRENGTHS = {MODEL: 0.5}
 """Scale of the LoRA in generation by model; others use all of it. A small model that takes on the whole of a distant
@@ -72,6 +83,81 @@ BEFORE, AFTER = "before", "after"
 SHOWN_METRICS = ("similarity", "wer", "loop_rate", "distillmos", "stop_rate")
 LOSS_DECAY = 0.85
 """Decay of the moving average of the training loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoVoice:
+    """Speaker, clips, and notes on what was left out."""
+
+    speaker: str
+    clips: tuple[Utterance, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def marked(self) -> dict[str, str]:
+        """Normalized texts of the clips that the source marks as held out, by id."""
+        return {clip.id: alphanumeric(clip.text) for clip in self.clips if clip.extras.get("held_out")}
+
+    def held_out_texts(self) -> int:
+        """Return how many texts to hold out: those that are marked, or a share."""
+        if self.marked:
+            return len(set(self.marked.values()))
+        texts = len({alphanumeric(clip.text) for clip in self.clips})
+        return min(MAX_HELD_OUT, max(MIN_HELD_OUT, round(HELD_OUT_SHARE * texts)))
+
+    def write_marks(self, folder: Path, seed: int) -> None:
+        """Write the source's marks as the split of a prepared folder, which splitting then completes and checks."""
+        if self.marked:
+            DatasetSplit(seed, 0, self.held_out_texts(), dict.fromkeys(self.marked, TEXTS)).write(folder)
+
+
+def select_voice(utterances: Sequence[Utterance], source: str, seed: int) -> DemoVoice:
+    """Select the clips of the speaker who has most."""
+    counts = Counter(utterance.speaker for utterance in utterances if utterance.is_target)
+    if not counts:
+        raise DataError(f"{source} holds nothing to learn from", hint="give recordings with what is said in them")
+    speaker, notes = counts.most_common(1)[0][0], []
+    if len(counts) > 1:
+        notes.append(f"{source} holds {len(counts)} speakers; this is `{speaker}`, who has most clips")
+    clips = [utterance for utterance in utterances if utterance.is_target and utterance.speaker == speaker]
+    usable = [clip for clip in clips if MIN_CLIP_SECONDS <= clip_seconds(clip) <= MAX_CLIP_SECONDS]
+    limits = f"{MIN_CLIP_SECONDS:g} and {MAX_CLIP_SECONDS:g} s"
+    if len(usable) < len(clips):
+        notes.append(f"{len(clips) - len(usable)} clips are not between {limits} long")
+    texts = len({alphanumeric(clip.text) for clip in usable})
+    if texts < MIN_TEXTS and not any(clip.extras.get("held_out") for clip in usable):
+        raise DataError(
+            f"{source} holds {texts} clips between {limits} with words of their own; a demo wants {MIN_TEXTS} of one "
+            "speaker",
+            hint="record some more, or see the demo with its own voice: myna demo",
+        )
+    kept, total = set(), 0.0
+    for clip in sorted(usable, key=lambda clip: string_hash(f"{seed}/enough/{clip.id}")):
+        if clip.extras.get("held_out") or total + clip_seconds(clip) <= MAX_TOTAL_SECONDS:
+            kept.add(clip.id)
+            total += clip_seconds(clip)
+    if len(kept) < len(usable):
+        left_out = len(usable) - len(kept)
+        notes.append(f"{left_out} clips are left out: {MAX_TOTAL_SECONDS / 60:g} minutes are enough for a demo")
+    # References that the source names may be of another speaker, or left out.
+    chosen = [
+        replace(clip, extras={key: value for key, value in clip.extras.items() if key != "references"})
+        for clip in usable
+        if clip.id in kept
+    ]
+    return DemoVoice(speaker, tuple(chosen), tuple(notes))
+
+
+def select_reference(clips: Sequence[Utterance]) -> Utterance:
+    """Select the clip with the fewest faults among those whose lengths are nearest to `REFERENCE_SECONDS`."""
+    nearest = sorted(clips, key=lambda clip: (abs(clip_seconds(clip) - REFERENCE_SECONDS), clip.id))
+    return min(nearest[:REFERENCE_CANDIDATES], key=lambda clip: len(clean_reference(clip).problems))
+
+
+def clean_reference(clip: Utterance, sample_rate: int = 24_000) -> CheckedReference:
+    """Clean a clip for use as a reference, and find its faults."""
+    rate = probe(clip.audio).sample_rate
+    return check_reference(load_clip(clip, rate), rate, sample_rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,10 +406,7 @@ def demo_page(result: DemoResult) -> str:
         )
         if estimates[BEFORE][key].n and estimates[AFTER][key].n
     ]
-    numbers += [
-        (_minutes(total), "for all of it"),
-        (f"{result.peak_memory_bytes / 1e9:.1f} GB", "of memory at most"),
-    ]
+    numbers += [(_minutes(total), "for all of it"), (f"{result.peak_memory_bytes / 1e9:.1f} GB", "of memory at most")]
     part = f", {result.strength:.0%} of it: with more the voice is more alike, and more words are lost"
     header, rows = result.score_table()
     metrics, change = [METRICS_BY_KEY[key] for key in SHOWN_METRICS], result.differences[AFTER]
@@ -399,11 +482,11 @@ def _loss_plot(rows: Sequence[Mapping[str, Any]]) -> page.Section:
     evaluations = [(float(row["step"]), row["evaluation"]["loss"]) for row in rows if "evaluation" in row]
     evaluation = [(step, float(loss)) for step, loss in evaluations if loss is not None]
     curves = [
-        Curve("training, every step", train, "faint"),
-        Curve("training, smoothed", smooth_curve(train, LOSS_DECAY)),
-        Curve("evaluation, on the held-out texts", evaluation, "dots", color=1),
+        page.Curve("training, every step", train, "faint"),
+        page.Curve("training, smoothed", page.smooth_curve(train, LOSS_DECAY)),
+        page.Curve("evaluation, on the held-out texts", evaluation, "dots", color=1),
     ]
-    return line_plot(curves, title="Loss while training", x_label="optimizer step", y_label="loss")
+    return page.line_plot(curves, title="Loss while training", x_label="optimizer step", y_label="loss")
 
 
 def _minutes(seconds: float) -> str:

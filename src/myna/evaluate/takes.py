@@ -115,12 +115,7 @@ class TakeRanker:
             hint="one of these is enough: " + "; ".join(f"({key}) {reason}" for key, reason in reasons.items()),
         )
 
-    def rank(
-        self,
-        request: SpeechRequest,
-        takes: Sequence[Speech],
-        progress: ProgressCallback = silent,
-    ) -> TakeRanking:
+    def rank(self, request: SpeechRequest, takes: Sequence[Speech], progress: ProgressCallback = silent) -> TakeRanking:
         """Rank takes of one request."""
         self.check(len(request.references))
         language = request.language

@@ -91,10 +91,7 @@ def sign_audio(content: bytes, suffix: str, origin: SpeechOrigin) -> bytes | Non
     manifest = {
         "claim_generator_info": [{"name": "Myna", "version": metadata.version("myna")}],
         "title": f"{origin.id}{suffix}",
-        "assertions": [
-            {"label": "c2pa.actions", "data": {"actions": [created]}},
-            {"label": ASSERTION, "data": known},
-        ],
+        "assertions": [{"label": "c2pa.actions", "data": {"actions": [created]}}, {"label": ASSERTION, "data": known}],
     }
     key = _signing_key()
     certificates, private_key = key[: key.index(b"-----BEGIN PRIVATE")], key[key.index(b"-----BEGIN PRIVATE") :]

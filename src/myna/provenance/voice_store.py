@@ -130,13 +130,7 @@ class VoiceStore:
     # Voices
 
     def create_voice(
-        self,
-        name: str,
-        recordings: Sequence[Path],
-        consent: str,
-        checker: ConsentChecker,
-        *,
-        texts: Sequence[str] = (),
+        self, name: str, recordings: Sequence[Path], consent: str, checker: ConsentChecker, *, texts: Sequence[str] = ()
     ) -> StoredVoice:
         """Store a voice after checking that its recordings have the voice of the consent. `texts` are transcripts of
         the recordings; without any, they are recognised."""

@@ -328,8 +328,7 @@ def _frame_samples(sample_rate: int) -> tuple[int, int]:
 def _check_rate(sample_rate: int) -> None:
     if sample_rate < MIN_SAMPLE_RATE:
         raise AudioError(
-            f"audio of {sample_rate} Hz cannot carry the watermark",
-            hint=f"resample it to {MIN_SAMPLE_RATE} Hz or more",
+            f"audio of {sample_rate} Hz cannot carry the watermark", hint=f"resample it to {MIN_SAMPLE_RATE} Hz or more"
         )
 
 
