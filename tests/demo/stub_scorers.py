@@ -7,7 +7,7 @@ import pytest
 
 from myna.audio.files import Samples
 from myna.core.errors import ConfigError, ModelError
-from myna.evaluate import scoring
+from myna.listen import speaker_encoders
 from myna.listen.asr import ASR, Transcript, is_loop
 from myna.listen.mos import DNSMOS, DistillMOS
 from myna.listen.speaker_encoders import SpeakerEmbedding
@@ -45,13 +45,13 @@ def unavailable(error: ConfigError | ModelError) -> staticmethod[..., object]:
 def install_scorers(monkeypatch: pytest.MonkeyPatch, transcript: str) -> None:
     """No MOS predictor, a speaker encoder, and an ASR that always gives this transcript."""
     remove_scorers(monkeypatch)
-    monkeypatch.setattr(scoring, "open_speaker_encoder", lambda *_: SpectrumEncoder())
+    monkeypatch.setattr(speaker_encoders, "open_speaker_encoder", lambda *_: SpectrumEncoder())
     monkeypatch.setattr(ASR, "open", staticmethod(lambda *_, **__: ConstantASR(transcript)))
 
 
 def remove_scorers(monkeypatch: pytest.MonkeyPatch) -> None:
     no_encoder = ModelError("the speaker encoder is not here", hint="myna setup metrics")
-    monkeypatch.setattr(scoring, "open_speaker_encoder", unavailable(no_encoder))
+    monkeypatch.setattr(speaker_encoders, "open_speaker_encoder", unavailable(no_encoder))
     monkeypatch.setattr(ASR, "open", unavailable(ModelError("no ASR model constant here", hint="name a folder")))
     for predictor in (DistillMOS, DNSMOS):
         monkeypatch.setattr(predictor, "open", unavailable(ConfigError("no MOS here", hint="pip install it")))

@@ -108,7 +108,12 @@ class Results:
         names = [name for name in self.rows if name not in (self.base, *self.unpaired)]
         if base is None:
             return {}
-        return {name: self._comparable(metrics.estimate_differences(self.rows[name], base)) for name in names}
+        return {
+            name: self._comparable(
+                {one.key: metrics.estimate_difference(one.ratio, self.rows[name], base) for one in metrics.METRICS}
+            )
+            for name in names
+        }
 
     @cached_property
     def incomparable(self) -> dict[str, str]:
@@ -164,8 +169,20 @@ class Evaluation(Results):
 
     @cached_property
     def groups(self) -> dict[str, dict[str, dict[str, metrics.MetricEstimates]]]:
-        """Metrics by kind of group, group and system."""
-        return {kind: _groups(self.rows, group_of) for kind, group_of in GROUPS.items()}
+        """Metrics by kind of group, group and system; none of a kind that has only one group."""
+        found: dict[str, dict[str, dict[str, metrics.MetricEstimates]]] = {}
+        for kind, group_of in GROUPS.items():
+            names = sorted({group_of(row) for rows in self.rows.values() for row in rows})
+            found[kind] = {
+                group: {
+                    system: metrics.estimate_metrics(
+                        [row for row in rows if group_of(row) == group], metrics.GROUPED_METRICS
+                    )
+                    for system, rows in self.rows.items()
+                }
+                for group in (names if len(names) > 1 else ())  # one group would repeat the figures of all items
+            }
+        return found
 
     @cached_property
     def diagnoses(self) -> list[metrics.Diagnosis]:
@@ -287,22 +304,6 @@ def estimates_to_json(systems: Mapping[str, metrics.MetricEstimates]) -> dict[st
     return {name: {key: value.to_json() for key, value in of.items()} for name, of in systems.items()}
 
 
-def _groups(
-    rows: Mapping[str, Sequence[ItemScores]], group_of: Callable[[ItemScores], str]
-) -> dict[str, dict[str, metrics.MetricEstimates]]:
-    """Estimate metrics by group; empty for a single group, which would only repeat the figures of all items."""
-    groups = sorted({group_of(row) for of in rows.values() for row in of})
-    if len(groups) < 2:
-        return {}
-    return {
-        group: {
-            system: metrics.estimate_metrics([row for row in of if group_of(row) == group], metrics.GROUPED_METRICS)
-            for system, of in rows.items()
-        }
-        for group in groups
-    }
-
-
 def mark_seen_items(
     systems: Iterable[System], items: Sequence[EvalItem], rows: Mapping[str, Sequence[ItemScores]]
 ) -> list[str]:
@@ -317,8 +318,14 @@ def mark_seen_items(
         except MynaError as error:
             notes.append(f"whether {system.name} was trained on these items cannot be told: {error.what}")
             continue
-        found = trained.find([_clip(item, trained) for item in items], unnamed_speakers=True)
-        chosen_by = _choosing_items(run)
+        keys = [trained.key(one.audio, one.span) if (one := item.recording) is not None else "" for item in items]
+        clips = [ComparedClip(item.id, item.speaker, item.text, key) for item, key in zip(items, keys, strict=True)]
+        found = trained.find(clips, unnamed_speakers=True)
+        # The run may be a `best/` or a checkpoint in the folder whose items chose the best checkpoint.
+        folders = (run.folder, *run.folder.absolute().parents[:2])
+        files = (folder / "speech_eval" / step_folder(0) / ITEMS_FILE for folder in folders)
+        chose = next((file for file in files if file.is_file()), None)
+        chosen_by = {(row.id, row.text) for row in read_item_scores(chose)} if chose is not None else set()
         for row in rows[system.name]:
             row.trained_on = found.get(row.id, "")
             row.chose_checkpoint = (row.id, row.text) in chosen_by
@@ -343,18 +350,3 @@ def seen_warnings(rows: Mapping[str, Sequence[ItemScores]]) -> list[str]:
                 "Evaluate it on other items; those that chose nothing are in speech_eval/report.html of the run"
             )
     return warnings
-
-
-def _clip(item: EvalItem, trained: TrainedClips) -> ComparedClip:
-    recording = item.recording
-    key = trained.key(recording.audio, recording.span) if recording is not None else ""
-    return ComparedClip(item.id, item.speaker, item.text, key)
-
-
-def _choosing_items(run: RunFolder) -> set[tuple[str, str]]:
-    """Return ids and texts of the items that chose the best checkpoint, also for a `best/` or a checkpoint in a run."""
-    for folder in (run.folder, *run.folder.absolute().parents[:2]):
-        file = folder / "speech_eval" / step_folder(0) / ITEMS_FILE
-        if file.is_file():
-            return {(row.id, row.text) for row in read_item_scores(file)}
-    return set()

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from myna.audio.files import Samples, probe, read_audio
 from myna.core.config import DataSettings
@@ -21,16 +21,8 @@ from myna.data.manifest import Utterance
 from myna.data.references import ReferenceSampler
 from myna.text.normalization import UNSPACED, base_language, normalise_text
 
-
-class _SpeakerItem(Protocol):
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def speaker(self) -> str: ...
-
-
-AnyItem = TypeVar("AnyItem", bound=_SpeakerItem)
+AnyItem = TypeVar("AnyItem", bound=Any)
+"""Something with an `id` and a `speaker`."""
 LengthClass = Literal["word", "sentence", "long"]
 LONG_TEXT_CHARACTERS = 200
 """Characters from which a text is long, about a quarter of a minute."""
@@ -96,19 +88,15 @@ def load_clip(utterance: Utterance, sample_rate: int) -> Samples:
     return read_audio(utterance.audio, sample_rate=sample_rate, span=(span.start, span.end) if span else None)
 
 
-@functools.lru_cache(maxsize=65_536)
-def _file_seconds(path: Path) -> float:
-    return probe(path).seconds
+_probe = functools.lru_cache(maxsize=65_536)(probe)
+_file_key = functools.lru_cache(maxsize=65_536)(file_hash)
 
 
 def clip_seconds(utterance: Utterance) -> float:
     span = utterance.span
     if span is not None and span.end is not None:
         return span.end - span.start
-    return _file_seconds(utterance.audio) - (span.start if span else 0.0)
-
-
-_file_key = functools.lru_cache(maxsize=65_536)(file_hash)
+    return _probe(utterance.audio).seconds - (span.start if span else 0.0)
 
 
 def recording_key(utterance: Utterance) -> str:
@@ -154,7 +142,15 @@ def load_eval_set(
         else:
             items = _target_items(dataset, settings, seed, limit, language)
         clips = _speaker_clips(dataset, items, seed)
-    return EvalSet(tuple(items), clips, _notes(items))
+    notes = []
+    if alone := sum(not item.references for item in items):
+        notes.append(f"{alone} items are spoken without a reference, since there is no other clip of their speaker")
+    if unnamed := sum(not item.language for item in items):
+        notes.append(
+            f"{unnamed} items name no language, so that only case and punctuation are normalized: --language en, or "
+            "speech_eval.language in a recipe"
+        )
+    return EvalSet(tuple(items), clips, tuple(notes))
 
 
 def split_items(items: Sequence[AnyItem], seed: int) -> tuple[list[AnyItem], list[AnyItem]]:
@@ -168,9 +164,16 @@ def split_items(items: Sequence[AnyItem], seed: int) -> tuple[list[AnyItem], lis
 def _target_items(
     dataset: PreparedDataset, settings: DataSettings, seed: int, limit: int | None, language: str
 ) -> list[EvalItem]:
-    """Make an item of every target of a prepared folder, with the reference that training would give it."""
+    """Make an item of every target of a prepared folder, or of `limit` targets of each speaker in turn, with the
+    reference that training would give it."""
     update = {"train": dataset.folder, "require_reference": False}
     sampler = ReferenceSampler(dataset, settings.model_copy(update=update), seed)
+    targets = list(sampler.targets)
+    if limit is not None and limit < len(targets):
+        of_speaker = _by_speaker(_shuffled(targets, f"{seed}/lines"))
+        ranked = sorted((rank, name, target.id) for name, of in of_speaker.items() for rank, target in enumerate(of))
+        selected = {id for _, _, id in ranked[:limit]}
+        targets = [target for target in targets if target.id in selected]
     return [
         EvalItem(
             target.id,
@@ -181,7 +184,7 @@ def _target_items(
             recording=target,
             scene=str(target.extras.get("scene") or settings.scene),
         )
-        for target in _select(list(sampler.targets), seed, limit)
+        for target in targets
     ]
 
 
@@ -196,19 +199,6 @@ def _sentence_items(
         described = str(clip.extras.get("scene") or scene)
         items.append(EvalItem(id, text, speaker, clip.language or language, (clip,), scene=described))
     return items
-
-
-def _notes(items: Sequence[EvalItem]) -> tuple[str, ...]:
-    alone, unnamed = sum(not item.references for item in items), sum(not item.language for item in items)
-    notes = []
-    if alone:
-        notes.append(f"{alone} items are spoken without a reference, since there is no other clip of their speaker")
-    if unnamed:
-        notes.append(
-            f"{unnamed} items name no language, so that only case and punctuation are normalized: --language en, or "
-            "speech_eval.language in a recipe"
-        )
-    return tuple(notes)
 
 
 def _parse_list(file: Path, lines: Sequence[str], language: str, scene: str) -> Iterator[EvalItem]:
@@ -256,16 +246,6 @@ def _references(dataset: PreparedDataset, settings: DataSettings, seed: int) -> 
             hint="give other --data, or leave it out to speak without a reference",
         )
     return {speaker: _shuffled(of, f"{seed}/references") for speaker, of in clips.items()}
-
-
-def _select(targets: list[Utterance], seed: int, limit: int | None) -> list[Utterance]:
-    """Choose all targets, or `limit` of them, from each speaker in turn."""
-    if limit is None or limit >= len(targets):
-        return targets
-    of_speaker = _by_speaker(_shuffled(targets, f"{seed}/lines"))
-    ranked = sorted((rank, name, target.id) for name, of in of_speaker.items() for rank, target in enumerate(of))
-    selected = {id for _, _, id in ranked[:limit]}
-    return [target for target in targets if target.id in selected]
 
 
 def _by_speaker(utterances: Iterable[Utterance]) -> dict[str, list[Utterance]]:

@@ -148,11 +148,6 @@ def estimate_metric(metric: Metric, rows: Sequence[ItemScores]) -> Estimate:
     return estimate([part for row in rows if (part := metric.ratio(row)) is not None])
 
 
-def estimate_differences(rows: Sequence[ItemScores], base: Sequence[ItemScores]) -> MetricEstimates:
-    """Estimate the differences of all metrics on the items that both have spoken."""
-    return {metric.key: estimate_difference(metric.ratio, rows, base) for metric in METRICS}
-
-
 def estimate_difference(
     ratio: Callable[[ItemScores], RatioPart | None], rows: Sequence[ItemScores], base: Sequence[ItemScores]
 ) -> Estimate:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -25,19 +25,13 @@ from myna.audio.files import LISTENING_RATE, Samples, read_audio, write_audio
 from myna.core.errors import ConfigError, DataError
 from myna.core.io import atomic_write, bytes_hash, safe_file_name
 from myna.core.progress import ProgressCallback, silent
+from myna.evaluate import scoring
 from myna.evaluate.items import EvalItem, EvalSet, load_clip
-from myna.evaluate.scoring import (
-    ACOUSTICS_REVISION,
-    SCORING_WORKERS,
-    ItemScores,
-    Scorers,
-    SpeakerEmbeddings,
-    score_item,
-)
-from myna.evaluate.systems import System, SystemOutput
+from myna.evaluate.scoring import SCORING_WORKERS, ItemScores, Scorers, SpeakerEmbeddings
+from myna.evaluate.systems import System
 
 ITEMS_FILE, ITEMS_FOLDER, AUDIO_FOLDER = "items.parquet", "items", "audio"
-_TYPES = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+ARROW_TYPES = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 ITEMS_PER_SAVE = 32
 """Number of items that are spoken or scored between two writes of the results."""
 
@@ -105,7 +99,12 @@ def _generate(
     try:
         for _, queue in itertools.groupby(missing, key=lambda item: item.max_seconds):
             for item, output in system.speak(list(queue), batch_size):
-                results.rows[item.id] = _write_output(system, item, output, out)
+                audio = audio_path(system.name, item.id) if len(output.samples) else ""
+                if audio:
+                    write_audio(out / audio, np.clip(output.samples, -1.0, 1.0), system.sample_rate)
+                results.rows[item.id] = ItemScores.unscored(
+                    system.name, item, output.samples, output.stopped, key=generation_key(system, item), audio=audio
+                )
                 done += 1
                 progress(f"{system.name}: speaking", done, len(items))
                 if done % ITEMS_PER_SAVE == 0:
@@ -118,22 +117,16 @@ def _generate(
             results.save()
 
 
-def _write_output(system: System, item: EvalItem, output: SystemOutput, out: Path) -> ItemScores:
-    """Write the audio of an item, and return its row without scores."""
-    audio = audio_path(system.name, item.id) if len(output.samples) else ""
-    if audio:
-        write_audio(out / audio, np.clip(output.samples, -1.0, 1.0), system.sample_rate)
-    key = generation_key(system, item)
-    return ItemScores.unscored(system.name, item, output.samples, output.stopped, key=key, audio=audio)
-
-
 def _save_references(system: System, items: Sequence[EvalItem], results: ItemScoresFile, out: Path) -> None:
     """Write the references of the items; those of earlier audio of the same name are replaced."""
     for item in items:
         row = results.rows[item.id]
         if not row.audio or row.stopped is None:  # nothing was spoken, or it is a recording
             continue
-        audio, names = out / row.audio, reference_paths(row.audio, len(item.references))
+        # No item has `+` in its file name.
+        count, stem = len(item.references), row.audio.removesuffix(".flac")
+        names = [f"{stem}+reference{'' if count == 1 else f'-{number}'}.flac" for number in range(count)]
+        audio = out / row.audio
         spoken = audio.stat().st_mtime_ns
         for file in saved_references(audio):
             if file.stat().st_mtime_ns < spoken:
@@ -160,7 +153,7 @@ def _score(
 
     def is_scored(row: ItemScores) -> bool:
         scored = all(getattr(row, f"{scorer}_model") == model for scorer, model in models.items())
-        return scored and row.acoustics_revision == ACOUSTICS_REVISION
+        return scored and row.acoustics_revision == scoring.ACOUSTICS_REVISION
 
     missing = [item for item in items if not is_scored(results.rows[item.id])]
     if speakers is not None and missing:
@@ -170,7 +163,7 @@ def _score(
 
     def score(item: EvalItem) -> None:
         row = results.rows[item.id]
-        score_item(row, item, load_audio(row, out), scorers, speakers, models)
+        scoring.score_item(row, item, load_audio(row, out), scorers, speakers, models)
 
     with torch_threads(max(1, torch.get_num_threads() // workers)), ThreadPoolExecutor(workers) as pool:
         for start in range(0, len(missing), ITEMS_PER_SAVE):
@@ -200,11 +193,10 @@ def load_audio(row: ItemScores, out: Path, sample_rate: int = LISTENING_RATE) ->
     return read_audio(out / row.audio, sample_rate=sample_rate) if row.audio else np.zeros(0, np.float32)
 
 
-def _arrow_type(hint: Any) -> Any:
-    return _TYPES[next(kind for kind in (get_args(hint) or (hint,)) if kind is not type(None))]
-
-
-SCHEMA = pa.schema([(name, _arrow_type(hint)) for name, hint in get_type_hints(ItemScores).items()])
+SCHEMA = pa.schema(
+    # Either `str | None`, whose first argument is the type, or the type itself.
+    [(name, ARROW_TYPES[(*get_args(hint), hint)[0]]) for name, hint in get_type_hints(ItemScores).items()]
+)
 
 
 class ItemScoresFile:
@@ -239,13 +231,6 @@ def read_item_scores(file: Path) -> list[ItemScores]:
 def audio_path(system: str, item: str) -> str:
     """Path of an item's audio inside the results folder."""
     return f"{AUDIO_FOLDER}/{safe_file_name(system)}/{safe_file_name(item)}.flac"
-
-
-def reference_paths(audio: str, count: int) -> list[str]:
-    """Paths of the references that an item's audio was spoken with, beside it; no item has `+` in its file name."""
-    stem = audio.removesuffix(".flac")
-    numbers = [""] if count == 1 else [f"-{number}" for number in range(count)]
-    return [f"{stem}+reference{number}.flac" for number in numbers]
 
 
 def saved_references(audio: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,15 +22,10 @@ from myna.core.io import DEFAULT_SPEAKER_ENCODER, bytes_hash
 from myna.core.progress import ProgressCallback
 from myna.data.manifest import Span, Utterance
 from myna.evaluate.items import EvalItem, EvalSet, load_clip, recording_key
+from myna.listen import speaker_encoders
 from myna.listen.asr import ASR, Transcript
 from myna.listen.mos import DNSMOS, DistillMOS
-from myna.listen.speaker_encoders import (
-    SpeakerEmbedding,
-    SpeakerEncoder,
-    cosine_similarity,
-    open_speaker_encoder,
-    speaker_rank,
-)
+from myna.listen.speaker_encoders import SpeakerEmbedding, SpeakerEncoder
 from myna.text.normalization import base_language, letters, words
 from myna.text.wer import character_errors, word_errors
 
@@ -89,12 +84,18 @@ class ItemScores:
     acoustics_revision: str = ""
     seconds: float = 0.0
     leading_silence: float | None = None
+    """Seconds before the first active frame."""
     trailing_silence: float | None = None
     speech_seconds: float | None = None
+    """Seconds from the first active frame to the last."""
     pause_share: float | None = None
+    """Share of those seconds in pauses."""
     voiced_share: float | None = None
+    """Share of the active frames that have a pitch."""
     pitch: float | None = None
+    """Median F0 in hertz."""
     pitch_range: float | None = None
+    """Semitones between the 10th and the 90th percentile of F0."""
     speaking_rate: float | None = None
     """Characters a second, from the first active frame to the last."""
     silent: bool | None = None
@@ -148,11 +149,7 @@ class ItemScores:
         )
 
     def __post_init__(self) -> None:
-        self.count_loop_as_wrong()
-
-    def count_loop_as_wrong(self) -> None:
-        """Count every word of a looped transcript as an error, and no word that the loop adds: the audio was not
-        understood."""
+        # The audio was not understood: every word of a looped transcript is an error, and no word that the loop adds.
         if self.looped:
             self.word_errors, self.character_errors = self.words, self.characters
 
@@ -202,16 +199,17 @@ def _speech_seconds(audio: Path, span: Span | None) -> float:
 def score_acoustics(row: ItemScores, item: EvalItem, samples: Samples) -> None:
     """Fill in the measures that need no model, from audio at 16 kHz."""
     measures = measure_acoustics(samples, LISTENING_RATE)
-    for name, value in asdict(measures).items():
+    for name, value in measures.items():
         setattr(row, name, None if math.isnan(value) else value)
     characters = len(letters(item.text, item.language))
-    row.speaking_rate = characters / measures.speech_seconds if measures.speech_seconds and characters else None
+    spoken = measures["speech_seconds"]
+    row.speaking_rate = characters / spoken if spoken and characters else None
     recording = item.recording
     expected = _speech_seconds(recording.audio, recording.span) if recording is not None else item.expected_seconds
     # An item without speech either ended at once, or was silent for as long as the text takes.
-    seconds = measures.speech_seconds or measures.seconds
+    seconds = spoken or measures["seconds"]
     row.ended_early = row.stopped is not False and seconds < EARLY_SHARE * expected
-    row.silent = measures.is_silent and not row.ended_early
+    row.silent = not spoken and not row.ended_early
     row.copy_similarity = None
     if len(item.references) == 1:
         row.copy_similarity = copy_similarity(samples, load_clip(item.references[0], LISTENING_RATE), LISTENING_RATE)
@@ -254,7 +252,7 @@ def _score_transcript(row: ItemScores, item: EvalItem, transcript: Transcript) -
     row.character_errors, row.characters = by_character.errors, by_character.total
     row.repeats = row.speaks_prompt = None
     if transcript.looped:
-        row.count_loop_as_wrong()
+        row.word_errors, row.character_errors = row.words, row.characters
         return
     row.repeats = has_repetition(words(item.text, language), words(text, language))
     if item.references:
@@ -276,12 +274,13 @@ def _score_speaker(row: ItemScores, item: EvalItem, embedding: SpeakerEmbedding,
     if own is None:
         return
     row.compared_with = compared_with
-    row.similarity = cosine_similarity(embedding, own)
+    row.similarity = speaker_encoders.cosine_similarity(embedding, own)
     names = [name for name in speakers.eval_set.speaker_clips if item.speaker and name not in ("", item.speaker)]
     others = [other for name in names if (other := speakers.of_speaker(name)) is not None]
     if others:
-        row.similarity_to_others = float(np.mean([cosine_similarity(embedding, other) for other in others]))
-        row.speaker_rank = speaker_rank(embedding, 0, [own, *others])
+        similarities = [speaker_encoders.cosine_similarity(embedding, other) for other in others]
+        row.similarity_to_others = float(np.mean(similarities))
+        row.speaker_rank = speaker_encoders.speaker_rank(embedding, 0, [own, *others])
 
 
 def has_repetition(reference: Sequence[str], transcript: Sequence[str]) -> bool:
@@ -339,72 +338,51 @@ class Scorers:
         """Open every scorer that can be opened, on `device` unless it runs on the CPU only, as DNSMOS. A model is
         downloaded only if it is named."""
         target = str(pick_device(device))
-        openers: dict[str, Callable[[], tuple[Any, str]]] = {
-            "speaker_encoder": lambda: _named(open_speaker_encoder(speaker_encoder, target)),
-            "distillmos": lambda: (DistillMOS.open(target), f"distillmos {version('distillmos')}"),
-            "dnsmos": lambda: (DNSMOS.open(), f"speechmos {version('speechmos')}"),
+        openers: dict[str, Callable[[], Any]] = {
+            "speaker_encoder": lambda: speaker_encoders.open_speaker_encoder(speaker_encoder, target),
+            "distillmos": lambda: DistillMOS.open(target),
+            "dnsmos": DNSMOS.open,
         }
+        packages = {"distillmos": "distillmos", "dnsmos": "speechmos"}
         missing = {} if asr is not None else {"asr": NO_ASR}
         if asr is not None:
-            openers["asr"] = lambda: _named(ASR.open(asr, device, workers=workers))
+            openers["asr"] = lambda: ASR.open(asr, device, workers=workers)
         scorers, names = {}, {}
         for scorer, opener in openers.items():
             try:
-                scorers[scorer], names[scorer] = opener()
+                opened, package = opener(), packages.get(scorer)
+                scorers[scorer], names[scorer] = opened, f"{package} {version(package)}" if package else opened.name
             except MynaError as error:
                 missing[scorer] = f"{error.what}: {error.hint}"
         notes = (scorers["asr"].note,) if "asr" in scorers and scorers["asr"].note else ()
         return cls(**scorers, names=names, missing=missing, notes=notes)
 
 
-def _named(scorer: Any) -> tuple[Any, str]:
-    return scorer, scorer.name
-
-
-@dataclass(frozen=True, slots=True)
-class AcousticMeasures:
-    """Measures of one clip."""
-
-    seconds: float
-    leading_silence: float
-    """Seconds before the first active frame."""
-    trailing_silence: float
-    speech_seconds: float
-    """Seconds from the first active frame to the last; 0 for silence."""
-    pause_share: float
-    """Share of the speech in pauses."""
-    voiced_share: float
-    """Share of the active frames that have a pitch. Speech has half or more, noise has none."""
-    pitch: float
-    """Median in hertz; NaN if nothing is voiced."""
-    pitch_range: float
-    """Semitones between the 10th and the 90th percentile."""
-
-    @property
-    def is_silent(self) -> bool:
-        return self.speech_seconds == 0
-
-
-def measure_acoustics(samples: Samples, sample_rate: int) -> AcousticMeasures:
+def measure_acoustics(samples: Samples, sample_rate: int) -> dict[str, float]:
+    """Measure a clip; the names are those of fields of `ItemScores`, and what cannot be measured is NaN."""
     clip = as_mono_16khz(samples, sample_rate)
     seconds, active = len(clip) / LISTENING_RATE, active_frames(clip)
+    measures = {"seconds": seconds, "leading_silence": seconds, "pitch": math.nan, "pitch_range": math.nan}
+    measures |= dict.fromkeys(("trailing_silence", "speech_seconds", "pause_share", "voiced_share"), 0.0)
     if not active.any():
-        return AcousticMeasures(seconds, seconds, 0.0, 0.0, 0.0, 0.0, math.nan, math.nan)
+        return measures
     first, last = int(np.argmax(active)), len(active) - int(np.argmax(active[::-1]))
     speech_seconds = (last - first) * HOP / LISTENING_RATE
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], (~active[first:last]).astype(np.int8), [0]])))
+    silences = edges[1::2] - edges[::2]
+    pauses = silences[silences >= MIN_PAUSE_SECONDS * LISTENING_RATE / HOP]
     pitch = pitch_track(clip)
     voiced = pitch[active & (pitch > 0)]
-    low, median, high = np.percentile(voiced, [10, 50, 90]) if len(voiced) else (math.nan,) * 3
-    return AcousticMeasures(
-        seconds=seconds,
-        leading_silence=first * HOP / LISTENING_RATE,
-        trailing_silence=max(0.0, seconds - last * HOP / LISTENING_RATE),
-        speech_seconds=speech_seconds,
-        pause_share=_pause_frames(active[first:last]) * HOP / LISTENING_RATE / speech_seconds,
-        voiced_share=len(voiced) / int(active.sum()),
-        pitch=float(median),
-        pitch_range=12 * math.log2(high / low) if len(voiced) else math.nan,
-    )
+    if len(voiced):
+        low, median, high = np.percentile(voiced, [10, 50, 90])
+        measures |= {"pitch": float(median), "pitch_range": 12 * math.log2(high / low)}
+    return measures | {
+        "leading_silence": first * HOP / LISTENING_RATE,
+        "trailing_silence": max(0.0, seconds - last * HOP / LISTENING_RATE),
+        "speech_seconds": speech_seconds,
+        "pause_share": int(pauses.sum()) * HOP / LISTENING_RATE / speech_seconds,
+        "voiced_share": len(voiced) / int(active.sum()),
+    }
 
 
 def active_frames(clip: Samples) -> npt.NDArray[np.bool_]:
@@ -414,13 +392,6 @@ def active_frames(clip: Samples) -> npt.NDArray[np.bool_]:
     level = 10 * np.log10(power + 1e-12)
     loud = np.percentile(level, 95) if count else SILENCE_DB
     return np.asarray(level > max(loud - BELOW_PEAK_DB, SILENCE_DB))
-
-
-def _pause_frames(active: npt.NDArray[np.bool_]) -> int:
-    """Count the frames in pauses."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], (~active).astype(np.int8), [0]])))
-    lengths = edges[1::2] - edges[::2]
-    return int(lengths[lengths >= MIN_PAUSE_SECONDS * LISTENING_RATE / HOP].sum())
 
 
 def pitch_track(clip: Samples) -> Array:
