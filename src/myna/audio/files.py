@@ -1,7 +1,5 @@
 """Audio files: read, write and check recordings; any rate and channels in, mono float32 out."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterator, Sequence

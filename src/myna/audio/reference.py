@@ -5,8 +5,6 @@ for bit. Clipping, a narrow band, noise, and too little, too much or no speech a
 people speak is not checked: that takes a speaker encoder.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ Pure functions of mono samples, without a model. Levels are in decibels of full 
 clipping at the rate of the file: resampling rounds the flat tops off.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

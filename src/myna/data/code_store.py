@@ -7,8 +7,6 @@ A key hashes the audio file, the span and the codec's revision, so that only new
 never finds codes that are not its own. Shards are written atomically.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -17,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +70,7 @@ class CodeStore:
         self._map = lru_cache(MAX_MAPPED_SHARDS)(lambda number: _map(shards[number]))
 
     @classmethod
-    def open(cls, folder: Path, revision: str) -> CodeStore:
+    def open(cls, folder: Path, revision: str) -> Self:
         codes_folder = _codes_folder(folder, revision)
         if not (codes_folder / INDEX_FILE).is_file():
             problem = "was not encoded to the end with" if codes_folder.is_dir() else "holds no codes of"

@@ -1,7 +1,5 @@
 """Encoder and codec protocols: what the code store needs of a model family's audio front end."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol

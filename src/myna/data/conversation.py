@@ -1,7 +1,5 @@
 """Conversations of text and audio turns, the input of every family's renderer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

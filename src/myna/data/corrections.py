@@ -4,8 +4,6 @@ A correction is a line of JSON: another text, a clip dropped or restored, anothe
 moved. The later one wins. Applying the log twice gives the same result as applying it once.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence

@@ -5,8 +5,6 @@ them. Killed at any moment, `encode_dataset` loses at most the shards in flight,
 many, it leaves the same bytes as an undisturbed run.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque
@@ -104,7 +102,7 @@ def encode_dataset(
     *,
     shard_seconds: float = 600.0,
     batch_seconds: float = 60.0,
-    pool: Pool[ShardEncoder] | None = None,
+    pool: "Pool[ShardEncoder] | None" = None,
     progress: ProgressCallback = silent,
     notify: NotifyCallback = lambda _message: None,
 ) -> EncodeReport:
@@ -187,7 +185,7 @@ def group_into_shards(clips: Iterable[PlannedClip], limit: float) -> Iterator[li
 
 
 def _encode_shards(
-    shards: Sequence[PlannedShard], codec: Encoder, pool: Pool[ShardEncoder] | None
+    shards: Sequence[PlannedShard], codec: Encoder, pool: "Pool[ShardEncoder] | None"
 ) -> Iterator[EncodedClips]:
     if pool is None:
         yield from ShardEncoder(lambda: codec).encode_batches(shards)

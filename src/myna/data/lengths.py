@@ -6,8 +6,6 @@ a clip with an answer. The tokens of each text are counted once and kept beside 
 sequence of each form, and all other lengths are sums.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Protocol

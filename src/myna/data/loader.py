@@ -6,8 +6,6 @@ is learned. Rows are planned from lengths alone; only a rank's own rows are rend
 `data.workers` threads render and collate, by themselves or by a worker process each; neither changes the batches.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import deque

@@ -1,14 +1,12 @@
 """Utterances, and the manifest files that hold them: `manifest.jsonl`, one utterance a line."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from myna.core.errors import DataError
 from myna.core.io import atomic_write
@@ -97,7 +95,7 @@ class Utterance:
         return line
 
     @classmethod
-    def from_json(cls, line: dict[str, Any], folder: Path) -> Utterance:
+    def from_json(cls, line: dict[str, Any], folder: Path) -> Self:
         """Make an utterance from a manifest line; relative audio paths are relative to the manifest's folder."""
         span = line.get("span")
         return cls(

@@ -1,7 +1,5 @@
 """Preparation of training data: read a source in any supported layout, then encode its clips with a model's codec."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import nullcontext

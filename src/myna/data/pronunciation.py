@@ -1,14 +1,12 @@
 """Pronunciation assessment: scores of a recording, the JSON answer that a model learns, its grammar and its metrics."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -74,28 +72,10 @@ class AssessedWord(_StrictModel):
         return {"pronounced": word["phones"], **word} if isinstance(word, dict) and "phones" in word else word
 
     @model_validator(mode="after")
-    def _check_phone_scores(self) -> AssessedWord:
+    def _check_phone_scores(self) -> Self:
         if self.phone_scores and len(self.phone_scores) != len(self.phones):
             raise ValueError(f"{len(self.phone_scores)} phone scores for {len(self.phones)} phones")
         return self
-
-
-class Assessment(_StrictModel):
-    text: str
-    scores: SentenceScores
-    words: Annotated[tuple[AssessedWord, ...], BeforeValidator(_to_tuple)] = ()
-
-    @property
-    def phones(self) -> tuple[str, ...]:
-        return tuple(phone for word in self.words for phone in word.phones)
-
-    @property
-    def pronounced(self) -> tuple[str, ...]:
-        return tuple(phone for word in self.words for phone in word.pronounced)
-
-    @property
-    def answer(self) -> AssessmentAnswer:
-        return AssessmentAnswer(**self.scores.model_dump(), text=self.text, phones=" ".join(self.pronounced))
 
 
 class AssessmentAnswer(_StrictModel):
@@ -116,6 +96,24 @@ class AssessmentAnswer(_StrictModel):
         """Write the answer in its only form: keys in order, whole scores without a fraction."""
         scores = {name: int(value) if value == int(value) else value for name, value in self if name in SCORES}
         return json.dumps({"phones": self.phones, "text": self.text} | scores, ensure_ascii=False)
+
+
+class Assessment(_StrictModel):
+    text: str
+    scores: SentenceScores
+    words: Annotated[tuple[AssessedWord, ...], BeforeValidator(_to_tuple)] = ()
+
+    @property
+    def phones(self) -> tuple[str, ...]:
+        return tuple(phone for word in self.words for phone in word.phones)
+
+    @property
+    def pronounced(self) -> tuple[str, ...]:
+        return tuple(phone for word in self.words for phone in word.pronounced)
+
+    @property
+    def answer(self) -> AssessmentAnswer:
+        return AssessmentAnswer(**self.scores.model_dump(), text=self.text, phones=" ".join(self.pronounced))
 
 
 class AnswerFormatError(ValueError):
@@ -161,7 +159,7 @@ class ParsedAnswers:
     unreadable: Counter[str]
 
     @classmethod
-    def of(cls, lines: Iterable[str]) -> ParsedAnswers:
+    def of(cls, lines: Iterable[str]) -> Self:
         answers: list[AssessmentAnswer | None] = []
         unreadable: Counter[str] = Counter()
         for line in lines:

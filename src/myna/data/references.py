@@ -1,10 +1,8 @@
 """Reference sampling: the clip that sets the voice of each target."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -188,7 +186,7 @@ class _ReferencePool(NamedTuple):
     """Position of each clip among its speaker's, negative if it is not in the pool, (utterances,)."""
 
     @classmethod
-    def of(cls, table: ManifestTable, indices: Indices) -> _ReferencePool:
+    def of(cls, table: ManifestTable, indices: Indices) -> Self:
         """Group clips by speaker; the clips of a speaker keep their order."""
         speakers = table.speaker.indices[indices]
         indices = indices[np.argsort(speakers, kind="stable")]

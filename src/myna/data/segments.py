@@ -4,8 +4,6 @@ The segments of a recording tile it: every millisecond is in exactly one row. A 
 decision. Rows are sorted by recording and start.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ Choices follow from ids and the seed, so that the order of the source does not m
 subset of their speaker or text, and nothing that was held out is ever trained on afterwards.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -20,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, Self, cast, get_args
 
 from myna.core.config import Recipe
 from myna.core.errors import DataError
@@ -64,7 +62,7 @@ class DatasetSplit:
             temporary.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> DatasetSplit | None:
+    def read(cls, folder: Path) -> Self | None:
         """Read the split of a folder; None if there is none."""
         try:
             return cls(**json.loads((folder / SPLIT_FILE).read_text(encoding="utf-8")))
@@ -335,7 +333,7 @@ class TrainedClips:
     codec_revision: str
 
     @classmethod
-    def open(cls, recipe: Recipe) -> TrainedClips:
+    def open(cls, recipe: Recipe) -> Self:
         dataset = PreparedDataset.open(recipe.data.train)
         targets = ReferenceSampler(dataset, recipe.data, recipe.train.seed).targets
         return cls(dataset.utterances if recipe.loss.supervise_references else targets, dataset.info.codec_revision)

@@ -6,8 +6,6 @@ when the other end of its socket is closed, however the process there has ended.
 beside those of torch's DataLoader.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

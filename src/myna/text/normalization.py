@@ -4,8 +4,6 @@ Only spellings of one sound are made equal. Vietnamese tones stay, since another
 signs are removed, since people rarely write them and ASR models never do.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import unicodedata

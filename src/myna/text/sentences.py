@@ -4,8 +4,6 @@ A model speaks well for some seconds, and was trained on clips of at most about 
 these are short enough. A missed sentence end matters little, since short sentences are merged anyway.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import unicodedata

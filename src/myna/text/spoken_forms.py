@@ -4,8 +4,6 @@ English has rules here. Vietnamese uses sea-g2p if it is installed. In Arabic, l
 numbers stay digits: their words depend on the gender of what is counted. Other languages stay unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import re

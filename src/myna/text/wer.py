@@ -1,9 +1,8 @@
 """Word and character error rates: edit distance between a text and the transcript of its speech."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from rapidfuzz.distance import Levenshtein
 
@@ -20,8 +19,8 @@ class ErrorCount:
     errors: int = 0
     total: int = 0
 
-    def __add__(self, other: ErrorCount) -> ErrorCount:
-        return ErrorCount(self.errors + other.errors, self.total + other.total)
+    def __add__(self, other: Self) -> Self:
+        return replace(self, errors=self.errors + other.errors, total=self.total + other.total)
 
     @property
     def rate(self) -> float:

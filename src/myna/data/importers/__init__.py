@@ -4,8 +4,6 @@ Each layout is an `Importer` with a description, `matches` and `read`. The modul
 read; `rejected.jsonl` names what cannot be used, and too much of it stops the import.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,11 +1,9 @@
 """Importers for JSON of samples with clips: Boson ChatML and ms-swift conversations, and `metadata.json`."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,13 +46,6 @@ class ImportedConversation:
     extras: dict[str, Any] = field(default_factory=dict)
 
 
-def read_conversations(
-    source: Path, context: ImportContext, parse: Callable[[SourceRecord], ImportedConversation]
-) -> Iterator[ImportItem]:
-    """Read the utterances of a JSON or JSONL file whose objects `parse` turns into conversations with ids."""
-    return build_utterances(records.json_records(source), lambda record: _utterances(parse(record), context))
-
-
 def read_messages(sample: Mapping[str, Any], content_type: type[T]) -> Iterator[tuple[str, T]]:
     for message in records.require_field(sample, "messages", list):
         message = records.require_type(message, dict, "messages")
@@ -65,11 +56,10 @@ def _utterances(sample: ImportedConversation, context: ImportContext) -> Iterato
     """Yield the utterances: the assistant's clips from `start` on are targets, all clips before a target its
     references."""
     clips = list(transcribed_clips(sample))
-    target_count = sum(is_target for _, _, is_target in clips)
+    target_count, targets_done = sum(is_target for _, _, is_target in clips), 0
     if not target_count:
         raise RecordError("malformed", "no clip in an assistant's turn to learn")
     previous_ids: list[str] = []
-    targets_done = 0
     for clip, text, is_target in clips:
         if is_target:
             id = sample.id if target_count == 1 else f"{sample.id}/{targets_done}"
@@ -124,7 +114,6 @@ def _join(texts: Sequence[str]) -> str:
 
 # Boson ChatML
 
-
 CHATML_FIELDS = ("id", "messages", "start_index", "speaker", "language", "misc")
 SCENE = re.compile(r"<\|scene_desc_start\|>(.*?)<\|scene_desc_end\|>", re.DOTALL)
 
@@ -135,7 +124,10 @@ def _matches_chatml(source: Path) -> bool:
 
 
 def _read_chatml(source: Path, context: ImportContext) -> Iterator[ImportItem]:
-    return read_conversations(source, context, lambda record: parse_conversation(record, context))
+    def make(record: SourceRecord) -> Iterator[Utterance]:
+        return _utterances(parse_conversation(record, context), context)
+
+    return build_utterances(records.json_records(source), make)
 
 
 def parse_conversation(record: SourceRecord, context: ImportContext) -> ImportedConversation:
@@ -143,12 +135,18 @@ def parse_conversation(record: SourceRecord, context: ImportContext) -> Imported
     sample = record.data
     misc = records.require_type(sample.get("misc") or {}, dict, "misc")
     record.id = str(misc.get("sample_id") or sample.get("id") or f"{record.source.stem}-{record.line}")
-    messages = read_messages(sample, object)
+    folder = record.source.parent
     turns = [
-        ImportedTurn(role, list(_chatml_parts(content, context, record.source.parent))) for role, content in messages
+        ImportedTurn(role, list(_chatml_parts(content, context, folder)))
+        for role, content in read_messages(sample, object)
     ]
+    system = "".join(part for turn in turns if turn.role == "system" for part in turn.parts if isinstance(part, str))
+    scene = SCENE.search(system)
     extras = records.collect_extras({key: value for key, value in sample.items() if key not in CHATML_FIELDS})
     extras |= records.collect_extras({key: value for key, value in misc.items() if key not in ("sample_id", "speaker")})
+    extras |= records.collect_extras(
+        {"system": SCENE.sub("", system).strip(), "scene": scene[1].strip() if scene else ""}
+    )
     return ImportedConversation(
         id=record.id,
         turns=turns,
@@ -157,7 +155,7 @@ def parse_conversation(record: SourceRecord, context: ImportContext) -> Imported
         start=records.require_type(sample.get("start_index") or 0, int, "start_index"),
         reference_text=str(misc.get("ref_transcript") or ""),
         target_text=str(misc.get("target_transcript") or ""),
-        extras=extras | _system_extras(turns),
+        extras=extras,
     )
 
 
@@ -189,14 +187,6 @@ def _chatml_clip(content: Mapping[str, Any], context: ImportContext, folder: Pat
     return ImportedClip(context.save_embedded_audio(data), span)
 
 
-def _system_extras(turns: list[ImportedTurn]) -> dict[str, str]:
-    parts = (part for turn in turns if turn.role == "system" for part in turn.parts)
-    text = "".join(part for part in parts if isinstance(part, str))
-    scene = SCENE.search(text)
-    extras = {"system": SCENE.sub("", text).strip(), "scene": scene[1].strip() if scene else ""}
-    return {key: value for key, value in extras.items() if value}
-
-
 CHATML = Importer(
     "boson ChatML, JSON or JSONL: {messages: [{role, content}], start_index, speaker, misc}",
     _matches_chatml,
@@ -205,7 +195,6 @@ CHATML = Importer(
 
 
 # ms-swift
-
 
 MS_SWIFT_FIELDS = ("id", "messages", "audios", "speaker", "speaker_id", "language")
 PLACEHOLDER = "<audio>"
@@ -217,7 +206,7 @@ def _matches_ms_swift(source: Path) -> bool:
 
 
 def _read_ms_swift(source: Path, context: ImportContext) -> Iterator[ImportItem]:
-    def parse(record: SourceRecord) -> ImportedConversation:
+    def make(record: SourceRecord) -> Iterator[Utterance]:
         sample = record.data
         record.id = str(sample.get("id") or f"{source.stem}-{record.line}")
         messages = list(read_messages(sample, str))
@@ -226,18 +215,18 @@ def _read_ms_swift(source: Path, context: ImportContext) -> Iterator[ImportItem]
             for name in records.require_type(sample.get("audios") or [], list, "audios")
         ]
         clips = [ImportedClip(records.find_file(name, source.parent, Path())) for name in names]
-        system = " ".join(text for role, text in messages if role == "system").strip()
-        return ImportedConversation(
+        extras = {key: value for key, value in sample.items() if key not in MS_SWIFT_FIELDS}
+        extras["system"] = " ".join(text for role, text in messages if role == "system").strip()
+        conversation = ImportedConversation(
             id=record.id,
             turns=_place_clips(messages, clips),
             speaker=str(sample.get("speaker") or sample.get("speaker_id") or context.speaker),
             language=str(sample.get("language") or context.language),
-            extras=records.collect_extras(
-                {k: v for k, v in sample.items() if k not in MS_SWIFT_FIELDS} | {"system": system}
-            ),
+            extras=records.collect_extras(extras),
         )
+        return _utterances(conversation, context)
 
-    return read_conversations(source, context, parse)
+    return build_utterances(records.json_records(source), make)
 
 
 def _place_clips(messages: list[tuple[str, str]], clips: list[ImportedClip]) -> list[ImportedTurn]:
@@ -249,16 +238,12 @@ def _place_clips(messages: list[tuple[str, str]], clips: list[ImportedClip]) -> 
         raise RecordError("placeholder without clip", f"{placeholders} {PLACEHOLDER} for {len(clips)} clips")
     if is_transcript:
         return [ImportedTurn("assistant", [messages[answers[0]][1], *clips])]
-    remaining = iter(clips)
-    return [ImportedTurn(role, list(_swift_parts(text, remaining))) for role, text in messages]
-
-
-def _swift_parts(text: str, clips: Iterator[ImportedClip]) -> Iterator[str | ImportedClip]:
-    first, *others = text.split(PLACEHOLDER)
-    yield first
-    for other in others:
-        yield next(clips)
-        yield other
+    remaining, turns = iter(clips), []
+    for role, text in messages:
+        first, *others = text.split(PLACEHOLDER)
+        following = (part for other in others for part in (next(remaining), other))
+        turns.append(ImportedTurn(role, [first, *following]))
+    return turns
 
 
 MS_SWIFT = Importer(
@@ -267,7 +252,6 @@ MS_SWIFT = Importer(
 
 
 # The Vietnamese fine-tuning folder: recordings, transcripts and a `metadata.json` that names them
-
 
 REFERENCE_FIELDS = ("ref_audio_file", "ref_transcript", "ref_speakers")
 MAPPED_FIELDS = ("id", "audio_file", "transcript_file", "speaker_id", "language", "task_type", *REFERENCE_FIELDS)
@@ -296,9 +280,8 @@ def _read_samples(source: Path, context: ImportContext) -> Iterator[ImportItem]:
             raise RecordError("malformed", f"`task_type` is {task!r}, and not one of {', '.join(TASKS)}")
         extras |= {"task": task} if task else {}
         audio = records.find_file(records.require_field(sample, "audio_file", str), *folders)
-        text = records.read_transcript(
-            records.find_file(records.require_field(sample, "transcript_file", str), *folders)
-        )
+        transcript = records.find_file(records.require_field(sample, "transcript_file", str), *folders)
+        text = records.read_transcript(transcript)
         _check_duration(sample.get("duration"), audio)
         ids, references = [], _references(sample)
         _check_references(references, text)
@@ -329,16 +312,12 @@ def _references(sample: dict[str, Any]) -> list[dict[str, Any]]:
     if sample.get("ref_speakers"):
         speakers = records.require_type(sample["ref_speakers"], list, "ref_speakers")
         references = [records.require_type(speaker, dict, "ref_speakers") for speaker in speakers]
-        return sorted(references, key=_tag_numbers)
+        return sorted(references, key=lambda one: list(map(float, re.findall(r"\d+", str(one.get("speaker_tag"))))))
     if sample.get("ref_audio_file"):
         return [sample]
     if sample.get("ref_speakers") is not None:
         raise RecordError("missing reference", "`ref_speakers` is empty")
     return []
-
-
-def _tag_numbers(reference: dict[str, Any]) -> list[float]:
-    return [float(digits) for digits in re.findall(r"\d+", str(reference.get("speaker_tag")))]
 
 
 def _check_references(references: list[dict[str, Any]], text: str) -> None:

@@ -1,7 +1,5 @@
 """Importers for folders of recordings: Myna's own manifest, a text file beside each recording, and LJSpeech."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +9,6 @@ from myna.data.importers.records import ImportContext, Importer, ImportItem, Rec
 from myna.data.importers.scored import SCORED_JSONL
 from myna.data.importers.tables import TABLE
 from myna.data.manifest import SpanError, Utterance, parse_manifest_line
-
-# Myna's manifest
 
 
 def _matches_manifest(source: Path) -> bool:
@@ -37,9 +33,6 @@ def _read_manifest(source: Path, context: ImportContext) -> Iterator[ImportItem]
 
 
 MYNA_MANIFEST = Importer("Myna's own manifest.jsonl", _matches_manifest, _read_manifest)
-
-
-# Text files beside recordings
 
 
 TEXT_SUFFIXES = (".txt", ".lab")
@@ -88,9 +81,6 @@ FOLDER = Importer(
 )
 
 
-# LJSpeech
-
-
 def _matches_ljspeech(source: Path) -> bool:
     file = records.index_file(source, "metadata.csv")
     has_bars = file.name == "metadata.csv" and "|" in records.read_head(file).partition("\n")[0]
@@ -113,10 +103,8 @@ def _read_ljspeech(source: Path, context: ImportContext) -> Iterator[ImportItem]
             raise RecordError("malformed", f"{2 + len(normalised)} columns, not 2 or 3")
         transcript = "".join(normalised).strip() or text
         extras = {"original_text": text} if transcript != text else {}
-        candidates = [
-            index.parent / "wavs" / f"{name}{suffix}"
-            for suffix in (*records.AUDIO_SUFFIXES, *records.OTHER_AUDIO_SUFFIXES)
-        ]
+        suffixes = (*records.AUDIO_SUFFIXES, *records.OTHER_AUDIO_SUFFIXES)
+        candidates = [index.parent / "wavs" / f"{name}{suffix}" for suffix in suffixes]
         audio = next((path for path in candidates if is_file(path)), candidates[0])
         yield Utterance(name, audio, transcript, speaker, context.language, extras=extras)
 

@@ -1,7 +1,5 @@
 """Records of a source: items with file and line, their fields and files, and the `Importer` of a layout."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -16,18 +14,10 @@ from myna.data.manifest import TASKS, Span, Utterance
 from myna.text.normalization import normalise_text
 
 RecordDefect = Literal[
-    "malformed",
-    "not UTF-8",
-    "empty text",
-    "control token",
-    "implausible pace",
-    "wrong duration",
-    "duplicate id",
-    "placeholder without clip",
-    "bad score",
-]
-ReferenceDefect = Literal["missing reference", "reference equals target"]
-RejectionReason = Literal[AudioDefect, RecordDefect, ReferenceDefect]
+    "malformed", "not UTF-8", "empty text", "control token", "implausible pace", "wrong duration", "duplicate id",
+    "placeholder without clip", "bad score", "missing reference", "reference equals target",
+]  # fmt: skip
+RejectionReason = Literal[AudioDefect, RecordDefect]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +35,16 @@ class RejectedRecord:
         return line | ({"detail": self.detail} if self.detail else {})
 
     def __str__(self) -> str:
-        line = "" if self.line is None else f":{self.line}"
-        id = f" ({self.id})" if self.id else ""
-        return f"{self.source}{line}{id} {self.reason}{self.detail and ': ' + self.detail}"
+        place = self.source if self.line is None else f"{self.source}:{self.line}"
+        return f"{place}{f' ({self.id})' if self.id else ''} {self.reason}{self.detail and ': ' + self.detail}"
+
+
+class RecordError(Exception):
+    """Error of one record that cannot be used, caught by the importers; `line` is for a file that is one record."""
+
+    def __init__(self, reason: RejectionReason, detail: str = "", line: int | None = None) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail, self.line = reason, detail, line
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +58,6 @@ class ImportedUtterance:
 
 
 ImportItem = ImportedUtterance | RejectedRecord
-
-
-class RecordError(Exception):
-    """Error of one record that cannot be used, caught by the importers; `line` is for a file that is one record."""
-
-    def __init__(self, reason: RejectionReason, detail: str = "", line: int | None = None) -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail, self.line = reason, detail, line
 
 
 @dataclass(slots=True)
@@ -142,7 +131,6 @@ def build_utterances(
 
 # Fields of a record
 
-
 T = TypeVar("T")
 
 
@@ -164,10 +152,9 @@ def parse_span(start: Any, end: Any = None, duration: Any = None) -> Span | None
         return None
     try:
         first = float(start or 0)
-        last = None if end is None else float(end)
-        if last is None and duration is not None:
-            last = first + float(duration)
-        return Span(first, last)
+        if end is None and duration is not None:
+            end = first + float(duration)
+        return Span(first, None if end is None else float(end))
     except (TypeError, ValueError, OverflowError) as error:
         raise RecordError("bad span", str(error)) from None
 
@@ -201,7 +188,6 @@ def _to_json_value(value: Any) -> Any:
 
 # Files of a source
 
-
 AUDIO_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus")
 OTHER_AUDIO_SUFFIXES = (
     *(".m4a", ".m4b", ".aac", ".mp4", ".mov", ".m4v", ".mkv", ".mka", ".webm", ".avi", ".3gp", ".3g2", ".amr", ".wma"),
@@ -216,8 +202,7 @@ def json_records(path: Path) -> Iterator[SourceRecord]:
     """Yield the objects of a JSONL file by line, or of a JSON file, which holds a list of samples or one sample."""
     tree = None if path.suffix == ".jsonl" else parse_json(path.read_bytes())
     if tree is None or (isinstance(tree, RecordError) and tree.detail.startswith("Extra data")):
-        lines = ((number, parse_json(line)) for number, line in nonblank_lines(path))
-        yield from _objects(path, lines, problem="`line` is {}, not dict")
+        yield from _objects(path, ((number, parse_json(line)) for number, line in nonblank_lines(path)))
     else:
         yield from json_samples(path, tree if isinstance(tree, list | RecordError) else [tree])
 
@@ -227,12 +212,10 @@ def json_samples(path: Path, samples: list[Any] | RecordError) -> Iterator[Sourc
     return _objects(path, [(None, samples)] if isinstance(samples, RecordError) else enumerate(samples, start=1))
 
 
-def _objects(
-    path: Path, samples: Iterable[tuple[int | None, Any]], problem: str = "{}, not an object"
-) -> Iterator[SourceRecord]:
+def _objects(path: Path, samples: Iterable[tuple[int | None, Any]]) -> Iterator[SourceRecord]:
     for number, sample in samples:
         if not isinstance(sample, dict | RecordError):
-            sample = RecordError("malformed", problem.format(type(sample).__name__))
+            sample = RecordError("malformed", f"`line` is {type(sample).__name__}, not dict")
         yield SourceRecord(path, number, sample)
 
 
@@ -298,14 +281,11 @@ def list_recordings(folder: Path) -> list[Path]:
     """List recordings below a folder. Suffixes outside `AUDIO_SUFFIXES` count if no other file has the name."""
     recordings = list_files(folder, *AUDIO_SUFFIXES)
     others: dict[Path, Path] = {}
-    for path in sorted(list_files(folder, *OTHER_AUDIO_SUFFIXES), key=_suffix_order):
+    found = list_files(folder, *OTHER_AUDIO_SUFFIXES)
+    for path in sorted(found, key=lambda path: OTHER_AUDIO_SUFFIXES.index(path.suffix.lower())):
         others.setdefault(path.with_suffix(""), path)
     names = {path.with_suffix("") for path in recordings}
     return sorted(recordings + [path for name, path in others.items() if name not in names])
-
-
-def _suffix_order(path: Path) -> int:
-    return OTHER_AUDIO_SUFFIXES.index(path.suffix.lower())
 
 
 def find_file(name: str, *folders: Path) -> Path:

@@ -1,7 +1,5 @@
 """Importers for recordings with pronunciation scores: JSONL, and the parts of SpeechOcean762."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +10,6 @@ from myna.data.importers.records import ImportContext, Importer, ImportItem, Rec
 from myna.data.importers.tables import utterance_from_row
 from myna.data.manifest import Utterance
 from myna.data.pronunciation import DEFAULT_QUESTION, PUBLISHED_CORPUS, SCORES, read_assessment
-
-# JSONL with scores
 
 
 def _matches_scored(source: Path) -> bool:
@@ -52,8 +48,6 @@ SCORED_JSONL = Importer(
 
 # SpeechOcean762
 
-
-SCORES_FILE = "scores.json"
 DELETED_PHONE, UNKNOWN_PHONE = "<DEL>", "<UNK>"
 
 
@@ -64,13 +58,15 @@ def _matches_speechocean(source: Path) -> bool:
 def _read_speechocean(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     path = _scores_file(source)
     scores = records.parse_json(path.read_bytes())
-    line_numbers = _line_numbers(path)
+    begins = re.compile(rb'"([^"]+)"\s*:\s*\{')
+    numbered = [(key, number) for number, line in records.nonblank_lines(path) for key in begins.findall(line)]
+    line_numbers = {key.decode(errors="replace"): number for key, number in numbered}
     texts, speakers = (dict(pair for _, pair in _kaldi_lines(source / name)) for name in ("text", "utt2spk"))
 
     def build(record: SourceRecord) -> Iterator[Utterance]:
         record.id, name = record.data
         if name.endswith("|"):
-            raise RecordError("malformed", "wav.scp names a command; only files are read_speechocean")
+            raise RecordError("malformed", "wav.scp names a command; only files are read")
         if record.id not in texts:
             raise RecordError("empty text", f"{source / 'text'} has no line for it")
         if not isinstance(scores, dict) or record.id not in scores:
@@ -82,30 +78,25 @@ def _read_speechocean(source: Path, context: ImportContext) -> Iterator[ImportIt
         extras = {"corpus": PUBLISHED_CORPUS}
         utterance = Utterance(record.id, audio, texts[record.id], speaker, context.language or "en", None, extras)
         sentence = records.require_type(scores[record.id], dict, record.id)
-        words = [
-            _assessed_word(records.require_type(word, dict, "words"))
-            for word in records.require_field(sentence, "words", list)
-        ]
+        words = list(map(_assessed_word, records.require_field(sentence, "words", list)))
         # `completeness` is left out, as in the literature: nearly all are 10.
         given = {name: sentence[name] for name in SCORES if name in sentence}
         yield add_assessment(utterance, {"scores": given, "words": words})
 
-    if isinstance(scores, RecordError):
-        return build_utterances([SourceRecord(path, None, scores)], build)
     lines = (SourceRecord(source / "wav.scp", number, pair) for number, pair in _kaldi_lines(source / "wav.scp"))
-    return build_utterances(lines, build)
+    is_broken = isinstance(scores, RecordError)
+    return build_utterances([SourceRecord(path, None, scores)] if is_broken else lines, build)
 
 
-def _assessed_word(stored: dict[str, Any]) -> dict[str, Any]:
+def _assessed_word(stored: Any) -> dict[str, Any]:
+    stored = records.require_type(stored, dict, "words")
     phones = stored.get("phones", [])
     phones = phones.split() if isinstance(phones, str) else list(records.require_type(phones, list, "phones"))
     pronounced: list[list[str]] = [[phone] for phone in phones]
     for mistake in records.require_type(stored.get("mispronunciations", []), list, "mispronunciations"):
         mistake = records.require_type(mistake, dict, "mispronunciations")
-        index, instead = (
-            records.require_field(mistake, "index", int),
-            records.require_field(mistake, "pronounced-phone", str),
-        )
+        index = records.require_field(mistake, "index", int)
+        instead = records.require_field(mistake, "pronounced-phone", str)
         if not 0 <= index < len(phones):
             problem = f"`{stored.get('text')}` has {len(phones)} phones, and a mistake in number {index}"
             raise RecordError("bad score", problem)
@@ -120,23 +111,13 @@ def _assessed_word(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scores_file(source: Path) -> Path:
-    return records.find_file(SCORES_FILE, source, source / "resource", source.parent / "resource")
+    return records.find_file("scores.json", source, source / "resource", source.parent / "resource")
 
 
 def _kaldi_lines(path: Path) -> Iterator[tuple[int, tuple[str, str]]]:
     for number, line in records.nonblank_lines(path) if path.is_file() else ():
         key, _, value = line.decode("utf-8", errors="replace").replace("\t", " ").partition(" ")
         yield number, (key, value.strip())
-
-
-def _line_numbers(path: Path) -> dict[str, int]:
-    """Find the line of the JSON file on which each sentence begins, for error messages."""
-    begins = re.compile(rb'"([^"]+)"\s*:\s*\{')
-    return {
-        key.decode(errors="replace"): number
-        for number, line in records.nonblank_lines(path)
-        for key in begins.findall(line)
-    }
 
 
 SPEECHOCEAN = Importer(

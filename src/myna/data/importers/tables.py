@@ -1,7 +1,5 @@
 """Importers for records with named columns: CSV and TSV files, and Hugging Face datasets."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,24 +75,26 @@ def _clip_name(audio: str) -> str:
 
 # CSV and TSV
 
-
 TABLE_SUFFIXES = (".csv", ".tsv")
+LITERAL_DELIMITERS = "\t|"
+"""Delimiters that never occur in texts, so that quotes beside them are literal."""
+QUOTED = re.compile(r'"(?:[^"]|"")*"', re.DOTALL)
 CLIPS = "clips"
 """Folder in which Common Voice keeps the audio its tables name."""
 
 
 def _matches_table(source: Path) -> bool:
-    file = _table(source)
+    file = _find_table(source)
     return file is not None and {"audio", "text"} <= map_columns(_header(file)[1]).keys()
 
 
 def _read_table(source: Path, context: ImportContext) -> Iterator[ImportItem]:
-    file = _table(source) or source
+    file = _find_table(source) or source
     folders = (file.parent, file.parent / CLIPS, Path())
     return build_utterances(_rows(file), lambda record: [utterance_from_row(record, context, folders)])
 
 
-def _table(source: Path) -> Path | None:
+def _find_table(source: Path) -> Path | None:
     """Return the file itself, or the only table in a folder."""
     tables = [source] if source.is_file() else sorted(source.glob("[!.]*")) if source.is_dir() else []
     tables = [path for path in tables if path.suffix.lower() in TABLE_SUFFIXES]
@@ -111,29 +111,23 @@ def _header(file: Path) -> tuple[str, list[str]]:
 def _rows(file: Path) -> Iterator[SourceRecord]:
     delimiter, header = _header(file)
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
-        reader = _parse(lines, delimiter)
-        try:
-            next(reader, None)
-        except csv.Error as error:
-            yield SourceRecord(file, 1, RecordError("malformed", str(error)))
-            return
+        reader, number = _parse(lines, delimiter), 1
         while True:
-            record = SourceRecord(file, reader.line_num + 1, None)
             try:
-                cells = next(reader)
-                if not any(cells):
-                    continue
-                record.data = _row(header, cells, unquote=reader.dialect.quoting == csv.QUOTE_NONE)
+                if any(cells := next(reader)) and number > 1:
+                    yield SourceRecord(file, number, _row(header, cells, unquote=delimiter in LITERAL_DELIMITERS))
             except StopIteration:
                 return
             except csv.Error as error:
-                record.data = RecordError("malformed", str(error))
-            yield record
+                yield SourceRecord(file, number, RecordError("malformed", str(error)))
+                if number == 1:
+                    return
+            number = reader.line_num + 1
 
 
 def _parse(lines: Iterator[str], delimiter: str) -> Any:
-    """Parse delimited lines. Quotes are literal with tabs and bars, which never occur in texts."""
-    return csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE if delimiter in "\t|" else csv.QUOTE_MINIMAL)
+    is_literal = delimiter in LITERAL_DELIMITERS
+    return csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE if is_literal else csv.QUOTE_MINIMAL)
 
 
 def _row(header: list[str], cells: list[str], *, unquote: bool) -> dict[str, str] | RecordError:
@@ -141,24 +135,16 @@ def _row(header: list[str], cells: list[str], *, unquote: bool) -> dict[str, str
         return RecordError("not UTF-8")
     if len(cells) != len(header):
         return RecordError("malformed", f"{len(cells)} cells under {len(header)} columns")
-    return dict(zip(header, [_unquoted(cell) for cell in cells] if unquote else cells, strict=True))
-
-
-def _unquoted(cell: str) -> str:
-    """Remove the quotes that a spreadsheet puts around a whole cell."""
-    inner = cell[1:-1]
-    if len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner.replace('""', ""):
-        return inner.replace('""', '"')
-    return cell
+    if unquote:  # a spreadsheet puts quotes around a whole cell
+        cells = [cell[1:-1].replace('""', '"') if QUOTED.fullmatch(cell) else cell for cell in cells]
+    return dict(zip(header, cells, strict=True))
 
 
 TABLE = Importer(
     "a CSV or TSV file whose header names at least an audio and a text column", _matches_table, _read_table
 )
 
-
 # Hugging Face
-
 
 HF_SUFFIXES = (".parquet", ".arrow")
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.+-]+))?")
@@ -174,15 +160,11 @@ def _matches_hub(source: Path) -> bool:
 
 
 def _read_hub(source: Path, context: ImportContext) -> Iterator[ImportItem]:
-    def make(record: SourceRecord) -> Iterator[Utterance]:
-        yield utterance_from_row(record, context, (record.source.parent, Path()))
+    def make(record: SourceRecord) -> list[Utterance]:
+        return [utterance_from_row(record, context, (record.source.parent, Path()))]
 
-    items = (
-        (record for file in _hf_files(source) for record in _local_records(file))
-        if source.exists()
-        else _hub_records(source)
-    )
-    return build_utterances(items, make)
+    local = (record for file in _hf_files(source) for record in _local_records(file))
+    return build_utterances(local if source.exists() else _hub_records(source), make)
 
 
 def _hf_files(source: Path) -> list[Path]:
@@ -198,10 +180,9 @@ def _local_records(file: Path) -> Iterator[SourceRecord]:
                 number += 1
                 try:
                     yield SourceRecord(file, number, batch.slice(position, 1).to_pylist()[0])
-                except UnicodeDecodeError as error:
-                    yield SourceRecord(file, number, RecordError("not UTF-8", str(error)))
                 except (ValueError, OverflowError) as error:  # a date outside Python's range
-                    yield SourceRecord(file, number, RecordError("malformed", str(error)))
+                    reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "malformed"
+                    yield SourceRecord(file, number, RecordError(reason, str(error)))
     except (pa.ArrowException, OSError) as error:
         yield SourceRecord(file, number + 1, RecordError("malformed", str(error)))
 

@@ -1,7 +1,5 @@
 """Validation of imported utterances: each recording is decoded once, each utterance passes the same checks."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
