@@ -13,45 +13,24 @@ from pathlib import Path
 from myna.core.errors import DataError
 from myna.core.io import atomic_write, disk_error
 from myna.core.progress import ProgressCallback, silent
-from myna.data.importers.conversations import CHATML, METADATA_JSON, MS_SWIFT
-from myna.data.importers.folders import FOLDER, LJSPEECH, MYNA_MANIFEST
-from myna.data.importers.records import (
-    AUDIO_SUFFIXES,
-    OTHER_AUDIO_SUFFIXES,
-    ImportContext,
-    Importer,
-    RejectedRecord,
-    RejectionReason,
-)
-from myna.data.importers.scored import SCORED_JSONL, SPEECHOCEAN
-from myna.data.importers.tables import HUGGING_FACE, TABLE
+from myna.data.importers import conversations, folders, records, scored, tables
+from myna.data.importers.records import ImportContext, Importer, RejectedRecord, RejectionReason
 from myna.data.importers.validation import TextCheck, validate_utterances
 from myna.data.manifest import Utterance, write_manifest
 
-__all__ = [
-    "FORMATS",
-    "ImportResult",
-    "Importer",
-    "RejectedRecord",
-    "check_source",
-    "detect_format",
-    "import_source",
-    "write_import",
-]
-
 FORMATS: dict[str, Importer] = {
-    "myna": MYNA_MANIFEST,
-    "folder": FOLDER,
-    "ljspeech": LJSPEECH,
-    "table": TABLE,
-    "metadata_json": METADATA_JSON,
-    "chatml": CHATML,
-    "ms_swift": MS_SWIFT,
-    "hf": HUGGING_FACE,
-    "scored_jsonl": SCORED_JSONL,
-    "speechocean": SPEECHOCEAN,
+    "myna": folders.MYNA_MANIFEST,
+    "folder": folders.FOLDER,
+    "ljspeech": folders.LJSPEECH,
+    "table": tables.TABLE,
+    "metadata_json": conversations.METADATA_JSON,
+    "chatml": conversations.CHATML,
+    "ms_swift": conversations.MS_SWIFT,
+    "hf": tables.HUGGING_FACE,
+    "scored_jsonl": scored.SCORED_JSONL,
+    "speechocean": scored.SPEECHOCEAN,
 }
-RECORDING_SUFFIXES = frozenset((*AUDIO_SUFFIXES, *OTHER_AUDIO_SUFFIXES))
+RECORDING_SUFFIXES = frozenset((*records.AUDIO_SUFFIXES, *records.OTHER_AUDIO_SUFFIXES))
 MAX_NAMED_REJECTIONS = 5
 """Maximum number of rejected records that an error names; the others are in `rejected.jsonl`."""
 

@@ -45,20 +45,12 @@ def validate_utterances(
     imported = list(items)
     checked = list(_check_each(imported, progress, check_text))
     _check_all_references(checked)
-    valid = [item.utterance for item in checked if isinstance(item, ImportedUtterance)]
-    named_before, named = _named_references(imported), _named_references(checked)
-
-    def is_used(utterance: Utterance) -> bool:
-        serves_speaker = utterance.id not in named_before and bool(utterance.text)
-        return utterance.is_target or utterance.id in named or serves_speaker
-
-    utterances = [utterance for utterance in valid if is_used(utterance)]
+    given, valid = (
+        [item.utterance for item in some if isinstance(item, ImportedUtterance)] for some in (imported, checked)
+    )
+    named_before, named = ({id for one in some for id in one.references or ()} for some in (given, valid))
+    utterances = [one for one in valid if one.is_target or one.id in named or (one.text and one.id not in named_before)]
     return utterances, [item for item in checked if isinstance(item, RejectedRecord)]
-
-
-def _named_references(items: Iterable[ImportItem]) -> set[str]:
-    utterances = (item.utterance for item in items if isinstance(item, ImportedUtterance))
-    return {id for utterance in utterances for id in utterance.references or ()}
 
 
 def _check_each(
@@ -115,7 +107,7 @@ def _check_prompt_texts(utterance: Utterance, check_text: TextCheck | None) -> N
     extras = utterance.extras
     for text in (utterance.text, utterance.answer, *(str(extras.get(key) or "") for key in ("scene", "question"))):
         if token := CONTROL_TOKEN.search(text):
-            raise RecordError("control token", f"{token[0]} in {_shorten(text)}")
+            raise RecordError("control token", f"{token[0]} in {text if len(text) <= 60 else f'{text[:57]}...'!r}")
         if check_text is not None and text:
             try:
                 check_text({utterance.id: text})
@@ -132,10 +124,6 @@ def _check_speech(utterance: Utterance, recording: AudioInfo) -> None:
     if len(utterance.text) > MAX_CHARACTERS_PER_SECOND * (seconds + PACE_GRACE_SECONDS):
         problem = f"{len(utterance.text)} characters in {seconds:.2f} s, and speech has at most"
         raise RecordError("implausible pace", f"{problem} {MAX_CHARACTERS_PER_SECOND} a second")
-
-
-def _shorten(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def _is_nested(value: Any, levels: int) -> bool:
@@ -178,11 +166,7 @@ def _check_references(target: Utterance, utterances: dict[str, Utterance], conte
         if id not in utterances:
             raise RecordError("missing reference", id)
         reference = utterances[id]
-        if reference.span == target.span and _same_file(reference.audio, target.audio, content_hash):
+        first, second = reference.audio, target.audio
+        may_be_equal = reference.span == target.span and first.stat().st_size == second.stat().st_size
+        if may_be_equal and (first == second or content_hash(first) == content_hash(second)):
             raise RecordError("reference equals target", id)
-
-
-def _same_file(first: Path, second: Path, content_hash: Callable[[Path], str]) -> bool:
-    return first == second or (
-        first.stat().st_size == second.stat().st_size and content_hash(first) == content_hash(second)
-    )
