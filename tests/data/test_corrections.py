@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from myna.core.errors import DataError
 from myna.data.corrections import (
     CORRECTIONS_FILE,
-    RECOGNITION_MEASURES,
     ClipDrop,
     ClipRestore,
     Correction,
@@ -32,6 +31,7 @@ from myna.data.corrections import (
     load_corrections,
 )
 from myna.data.manifest import Span, Utterance
+from myna.data.segments import RECOGNITION_MEASURES
 from myna.text.normalization import normalise_text
 from tests.data.segment_rows import segment, segments_table
 

@@ -23,7 +23,7 @@ from myna.core.errors import ConfigError, DataError
 from myna.core.io import acquire_lock, is_file
 from myna.data.dataset import MANIFEST_FILE
 from myna.data.manifest import Span, Utterance, iterate_manifest
-from myna.data.segments import SCHEMA, TABLE_FILE, empty_row, move_edges, set_columns
+from myna.data.segments import RECOGNITION_MEASURES, SCHEMA, TABLE_FILE, empty_row, move_edges, set_columns
 from myna.text.normalization import normalise_text
 from myna.text.spoken_forms import normalise_spoken_text
 
@@ -33,15 +33,6 @@ NEEDED_COLUMNS = [name for name in SCHEMA.names if name not in ("embedding", "fi
 CORRECTED = "corrected"
 """Value of `text_source` for a text that a person gave."""
 DROPPED_BY_HAND = "dropped by hand"
-RECOGNITION_MEASURES = (
-    "avg_log_prob",
-    "compression_ratio",
-    "cer",
-    "edge_cer",
-    "characters_per_second",
-    "unique_word_share",
-)
-"""Measures of a recognised text. They do not apply to a text that a person gave."""
 
 
 def _spoken_text(text: str) -> str:

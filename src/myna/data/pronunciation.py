@@ -23,10 +23,6 @@ DEFAULT_QUESTION = (
 SCORES = ("accuracy", "fluency", "prosodic", "total")
 
 
-def _to_tuple(values: Any) -> Any:
-    return tuple(values) if isinstance(values, list) else values
-
-
 def _to_phones(phones: Any) -> Any:
     """Split a string at blanks, and remove stress marks, which belong to the score of the word."""
     phones = phones.split() if isinstance(phones, str) else phones
@@ -36,7 +32,7 @@ def _to_phones(phones: Any) -> Any:
 
 
 Score = Annotated[float, Field(ge=0, le=10)]
-PhoneScores = Annotated[tuple[Annotated[float, Field(ge=0, le=2)], ...], BeforeValidator(_to_tuple)]
+PhoneScores = Annotated[tuple[Annotated[float, Field(ge=0, le=2)], ...], Field(strict=False)]
 Phones = Annotated[tuple[Annotated[str, Field(pattern=r"^\S+$")], ...], BeforeValidator(_to_phones)]
 
 
@@ -101,7 +97,7 @@ class AssessmentAnswer(_StrictModel):
 class Assessment(_StrictModel):
     text: str
     scores: SentenceScores
-    words: Annotated[tuple[AssessedWord, ...], BeforeValidator(_to_tuple)] = ()
+    words: Annotated[tuple[AssessedWord, ...], Field(strict=False)] = ()
 
     @property
     def phones(self) -> tuple[str, ...]:
@@ -126,20 +122,35 @@ class AnswerFormatError(ValueError):
 
 def read_assessment(tree: Any) -> Assessment:
     """Read an assessment; a `ValueError` says which score is missing or wrong."""
+
+    def describe(problem: Any) -> str:
+        location = ".".join(str(part + 1) if isinstance(part, int) else part for part in problem["loc"]) or "it"
+        if problem["type"] == "missing":
+            return f"there is no `{location}`"
+        return f"`{location}` is {problem['input']!r}: {problem['msg']}"
+
     try:
         return Assessment.model_validate(tree)
     except ValidationError as error:
-        raise ValueError("; ".join(map(_format_problem, error.errors()))) from None
+        raise ValueError("; ".join(map(describe, error.errors()))) from None
 
 
 def read_answer(line: str) -> AssessmentAnswer:
     """Parse a model's output, which must be an answer and nothing else; `AnswerFormatError` otherwise."""
+    repeated: list[str] = []
+
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        tree = dict(pairs)
+        repeated.extend(tree if len(tree) != len(pairs) else ())
+        return tree
+
     try:
-        tree = json.loads(line, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
-    except AnswerFormatError:
-        raise
+        # NaN and Infinity, which are no JSON, fail to convert.
+        tree = json.loads(line, object_pairs_hook=collect, parse_constant=int)
     except (ValueError, RecursionError):
         raise AnswerFormatError("not JSON") from None
+    if repeated:
+        raise AnswerFormatError("a key twice")
     if not isinstance(tree, dict):
         raise AnswerFormatError("no object")
     if tree.keys() != AssessmentAnswer.model_fields.keys():
@@ -171,26 +182,7 @@ class ParsedAnswers:
         return cls(tuple(answers), unreadable)
 
 
-def _format_problem(problem: Any) -> str:
-    location = ".".join(str(part + 1) if isinstance(part, int) else part for part in problem["loc"]) or "it"
-    if problem["type"] == "missing":
-        return f"there is no `{location}`"
-    return f"`{location}` is {problem['input']!r}: {problem['msg']}"
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    tree = dict(pairs)
-    if len(tree) != len(pairs):
-        raise AnswerFormatError("a key twice")
-    return tree
-
-
-def _reject_constant(_: str) -> Any:
-    raise AnswerFormatError("not JSON")
-
-
 # Grammar of answers
-
 
 KEYS = tuple(AssessmentAnswer.model_fields)
 MAX_BLANKS = 16
@@ -204,34 +196,25 @@ SCORE: /10(\.0+)?|[0-9](\.[0-9]+)?/
 
 def answer_grammar() -> str:
     """Return the grammar, with one rule for every set of remaining keys."""
-    rules = [f'start: ws "{{" ws {_rule(KEYS)} ws {TERMINALS}']
-    for count in range(1, len(KEYS) + 1):
-        rules += [
-            f"{_rule(keys)}: {' | '.join(_pair(key, keys) for key in keys)}" for keys in combinations(KEYS, count)
-        ]
+
+    def pair(key: str, keys: tuple[str, ...]) -> str:
+        rest = [other for other in keys if other != key]
+        value = "SCORE" if key in SCORES else "STRING"
+        return rf'"\"{key}\"" ws ":" ws {value} ws ' + (f'"," ws {"_".join(["pairs", *rest])}' if rest else '"}"')
+
+    rules = [f'start: ws "{{" ws {"_".join(["pairs", *KEYS])} ws {TERMINALS}']
+    subsets = (keys for count in range(1, len(KEYS) + 1) for keys in combinations(KEYS, count))
+    rules += [f"{'_'.join(['pairs', *keys])}: {' | '.join(pair(key, keys) for key in keys)}" for keys in subsets]
     return "\n".join(rules)
 
 
-def _rule(keys: tuple[str, ...]) -> str:
-    return "_".join(("pairs", *keys))
-
-
-def _pair(key: str, keys: tuple[str, ...]) -> str:
-    rest = tuple(other for other in keys if other != key)
-    value = "SCORE" if key in SCORES else "STRING"
-    return rf'"\"{key}\"" ws ":" ws {value} ws ' + (f'"," ws {_rule(rest)}' if rest else '"}"')
-
-
 # Metrics
-
 
 MIDDLE_SCORE = 5.0
 """Score assumed for an answer without one."""
 CORRELATION = "correlation"
 CANONICAL, ALL_WRONG = "canonical phones", "everything is wrong"
 """Names of the baselines: the dictionary's phones, so that nothing is mispronounced, and no right phone at all."""
-RIGHT_BY_DEFINITION = "right by definition"
-"""Text in place of a metric that a baseline takes from the assessment itself."""
 WER, PER, MISPRONUNCIATION_F1 = "word error rate", "phone error rate", "F1 of mistakes"
 PUBLISHED_CORPUS = "speechocean762"
 PUBLISHED_FIGURES = {
@@ -285,8 +268,7 @@ def assessment_table(utterances: Iterable[Utterance], answers: Mapping[str, str]
     """Compute the metrics of answers by utterance id, with those of two baselines and, on the same corpus, the
     published ones. None if an utterance has no assessment."""
     answered = [utterance for utterance in utterances if utterance.id in answers]
-    stored = [stored_assessment(utterance) for utterance in answered]
-    references = [assessment for assessment in stored if assessment is not None]
+    references = [assessment for assessment in map(stored_assessment, answered) if assessment is not None]
     if len(references) < len(answers):
         return None
     scores = score_answers(references, [answers[utterance.id] for utterance in answered])
@@ -300,7 +282,7 @@ def assessment_table(utterances: Iterable[Utterance], answers: Mapping[str, str]
         (
             f"{name}, {CORRELATION}" if name in SCORES else name,
             scores.format(name),
-            *(one.format(name) if name in by_phones else RIGHT_BY_DEFINITION for one in baselines.values()),
+            *(one.format(name) if name in by_phones else "right by definition" for one in baselines.values()),
             *([f"{PUBLISHED_FIGURES[name]:.3f}"] if is_published else []),
         )
         for name in scores.figures
@@ -325,7 +307,7 @@ def score_answers(references: Sequence[Assessment], answers: Sequence[str], lang
         for name in SCORES
     }
     texts = [(words(ref.text, language), words(hyp.text if hyp else "", language)) for ref, hyp in pairs]
-    phones = [(ref.pronounced, _phones(hyp)) for ref, hyp in pairs]
+    phones = [(ref.pronounced, hyp.phones.split() if hyp else ()) for ref, hyp in pairs]
     for name, sequences in ((WER, texts), (PER, phones)):
         figures[name] = estimate([RatioPart(distance(ref, hyp), len(ref)) for ref, hyp in sequences])
     figures[MISPRONUNCIATION_F1] = estimate([_f1_part(*pair) for pair in pairs])
@@ -406,10 +388,6 @@ def mispronounced(canonical: Sequence[str], pronounced: Sequence[str]) -> tuple[
 def _f1_part(reference: Assessment, answer: AssessmentAnswer | None) -> RatioPart:
     """F1 as a ratio of sums: twice the true positives over all actual and all claimed mispronunciations."""
     actual = mispronounced(reference.phones, reference.pronounced)
-    claimed = mispronounced(reference.phones, _phones(answer)) if answer is not None else (False,) * len(actual)
+    claimed = mispronounced(reference.phones, answer.phones.split()) if answer is not None else (False,) * len(actual)
     true_positives = sum(one and other for one, other in zip(actual, claimed, strict=True))
     return RatioPart(2 * true_positives, sum(actual) + sum(claimed))
-
-
-def _phones(answer: AssessmentAnswer | None) -> tuple[str, ...]:
-    return tuple(answer.phones.split()) if answer is not None else ()

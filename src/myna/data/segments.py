@@ -11,56 +11,21 @@ from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
-SegmentKind = Literal["clip", "gap"]
-"""`clip`: speech that may become an utterance. `gap`: everything between clips."""
-TextSource = Literal["recognised", "script", "corrected", ""]
-SegmentStatus = Literal["kept", "dropped"]
 DropReason = Literal[
-    "unreadable",
-    "duplicate",
-    "no speech",
-    "music",
-    "too short",
-    "no silent cut",
-    "too long",
-    "overlap",
-    "mixed speakers",
-    "other speaker",
-    "clipped",
-    "narrow band",
-    "noisy",
-    "low quality",
-    "wrong language",
-    "doubtful text",
-    "pace",
-    "dropped by hand",
-]
+    "unreadable", "duplicate", "no speech", "music", "too short", "no silent cut", "too long", "overlap",
+    "mixed speakers", "other speaker", "clipped", "narrow band", "noisy", "low quality", "wrong language",
+    "doubtful text", "pace", "dropped by hand",
+]  # fmt: skip
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+RECOGNITION_MEASURES = (
+    "avg_log_prob", "compression_ratio", "cer", "edge_cer", "characters_per_second", "unique_word_share",
+)  # fmt: skip
+"""Measures of a recognised text. They do not apply to a text that a person gave."""
 MEASURES = (
-    "language_probability",
-    "avg_log_prob",
-    "compression_ratio",
-    "cer",
-    "edge_cer",
-    "characters_per_second",
-    "unique_word_share",
-    "overlap_share",
-    "music_share",
-    "snr_db",
-    "gap_snr_db",
-    "bandwidth_hz",
-    "clipped_share",
-    "dnsmos_ovrl",
-    "dnsmos_bak",
-    "dnsmos_sig",
-    "loudness_lufs",
-    "peak_dbfs",
-    "speaker_similarity",
-    "start_speaker_similarity",
-    "end_speaker_similarity",
-    "start_gap_ms",
-    "end_gap_ms",
-)
+    "language_probability", *RECOGNITION_MEASURES, "overlap_share", "music_share", "snr_db", "gap_snr_db",
+    "bandwidth_hz", "clipped_share", "dnsmos_ovrl", "dnsmos_bak", "dnsmos_sig", "loudness_lufs", "peak_dbfs",
+    "speaker_similarity", "start_speaker_similarity", "end_speaker_similarity", "start_gap_ms", "end_gap_ms",
+)  # fmt: skip
 """Numeric columns that decisions are made by; NaN if a measure could not be made."""
 SCHEMA = pa.schema(
     [
@@ -70,14 +35,14 @@ SCHEMA = pa.schema(
         ("part", pa.string()),  # id of the part that it was found in; empty for what was never listened to
         ("start_ms", pa.int64()),
         ("end_ms", pa.int64()),
-        ("kind", pa.string()),
+        ("kind", pa.string()),  # clip: speech that may become an utterance; gap: everything between clips
         ("audio", pa.string()),  # FLAC within the folder that holds the segment: a part's
         ("audio_start_ms", pa.int64()),  # where the segment begins in it
         ("clip", pa.string()),  # FLAC of the kept clip, loudness adjusted; empty unless kept
         ("speaker", pa.string()),  # after linking over all recordings
         ("local_speaker", pa.string()),  # within the part
         ("text", pa.string()),
-        ("text_source", pa.string()),
+        ("text_source", pa.string()),  # recognised, script, corrected, or empty
         ("normalised_text", pa.string()),  # as it is read aloud: numbers and abbreviations in words
         ("check_text", pa.string()),  # second transcription, of the clip alone
         ("language", pa.string()),
@@ -87,7 +52,7 @@ SCHEMA = pa.schema(
         ("fingerprint", pa.binary()),
         ("duplicate_of", pa.string()),  # id of the segment, or the recording, that it repeats; else empty
         ("split", pa.string()),  # of kept clips: a subset of data/split.py
-        ("status", pa.string()),
+        ("status", pa.string()),  # kept or dropped
         ("reason", pa.string()),  # why it was dropped; empty where kept
     ]
 )
@@ -98,15 +63,8 @@ SETTINGS_FILE = "curate.yaml"
 
 def empty_row() -> dict[str, Any]:
     """Return an empty row: empty strings and lists, NaN for measures."""
-    empty: dict[str, Any] = {}
-    for column in SCHEMA:
-        if pa.types.is_string(column.type):
-            empty[column.name] = ""
-        elif pa.types.is_floating(column.type):
-            empty[column.name] = math.nan
-        else:
-            empty[column.name] = b"" if pa.types.is_binary(column.type) else [] if pa.types.is_list(column.type) else 0
-    return empty
+    empty = {"string": "", "float": math.nan, "int64": 0, "binary": b""}
+    return {column.name: empty.get(str(column.type), []) for column in SCHEMA}
 
 
 def set_columns(table: pa.Table, columns: Mapping[str, Any]) -> pa.Table:

@@ -22,9 +22,8 @@ from typing import Literal, NamedTuple, Self, cast, get_args
 
 from myna.core.config import Recipe
 from myna.core.errors import DataError
-from myna.core.io import atomic_write, file_hash, string_hash
+from myna.core.io import atomic_write, file_hash, save_text, string_hash
 from myna.data.code_store import CodeStore, codes_key, span_bounds, write_index
-from myna.data.codec import NotifyCallback
 from myna.data.dataset import DataFolder, PreparedDataset, Utterances
 from myna.data.manifest import Span, Utterance, write_manifest
 from myna.data.references import ReferenceSampler
@@ -58,8 +57,7 @@ class DatasetSplit:
         return {groups[id] for id in self.ids(subset) if id in groups}
 
     def write(self, folder: Path) -> None:
-        with atomic_write(folder / SPLIT_FILE) as temporary:
-            temporary.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        save_text(folder / SPLIT_FILE, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
@@ -78,19 +76,6 @@ def subset_folder(folder: Path, subset: Subset) -> Path:
 
 def split_folder(folder: Path, *, speakers: int = 0, texts: int = 10, seed: int = 0) -> dict[str, DataFolder]:
     """Split a prepared folder, or update its earlier split; return the prepared folder of each subset by its name."""
-    notes: list[str] = []
-    split = split_dataset(folder, speakers=speakers, texts=texts, seed=seed, notify=notes.append)
-    counts = {subset: len(split.ids(subset)) for subset in SUBSETS}
-    folders: dict[str, DataFolder] = {
-        name: DataFolder(subset_folder(folder, name), count) for name, count in counts.items() if count
-    }
-    return folders | {"train": replace(folders["train"], notes=tuple(notes))}
-
-
-def split_dataset(
-    folder: Path, *, speakers: int, texts: int, seed: int = 0, notify: NotifyCallback = lambda _message: None
-) -> DatasetSplit:
-    """Split a prepared folder, or update its earlier split; check it for leaks; write the subsets' folders."""
     dataset, previous = PreparedDataset.open(folder), DatasetSplit.read(folder)
     if previous is not None and (previous.seed, previous.speakers, previous.texts) != (seed, speakers, texts):
         raise DataError(
@@ -104,10 +89,15 @@ def split_dataset(
     split.write(folder)
     for subset in SUBSETS:
         _write_subset(dataset, subset_folder(folder, subset), subset_members(split, subset, utterances))
+    counts = {subset: len(split.ids(subset)) for subset in SUBSETS}
+    folders: dict[str, DataFolder] = {
+        name: DataFolder(subset_folder(folder, name), count) for name, count in counts.items() if count
+    }
     if lost := lost_references(split, utterances):
         which = f"{', '.join(lost[:MAX_NAMED_TARGETS])}{', ...' if len(lost) > MAX_NAMED_TARGETS else ''}"
-        notify(f"{len(lost)} training targets name a held-out clip as a reference, and do without it: {which}")
-    return split
+        note = f"{len(lost)} training targets name a held-out clip as a reference, and do without it: {which}"
+        folders["train"] = replace(folders["train"], notes=(note,))
+    return folders
 
 
 def subset_members(split: DatasetSplit, subset: Subset, utterances: Sequence[Utterance]) -> list[Utterance]:
@@ -118,10 +108,11 @@ def subset_members(split: DatasetSplit, subset: Subset, utterances: Sequence[Utt
     """
     ids = set(split.ids(subset))
     lost = set(lost_references(split, utterances)) if subset == TRAIN else set()
+    # Without the references that it names, the sampler draws one for an utterance, except for a dialogue.
     members = [_without_references(one) if one.id in lost else one for one in utterances if one.id in ids]
+    by_id = {one.id: one for one in members}
     borrowed = {id for one in members for id in one.references or ()} - ids
-    only_references = {one.id: _as_reference(one) for one in utterances if one.id in borrowed}
-    by_id = {one.id: one for one in members} | only_references
+    by_id |= {one.id: _without_references(one, reference_only=True) for one in utterances if one.id in borrowed}
     return [by_id[one.id] for one in utterances if one.id in by_id]
 
 
@@ -135,14 +126,9 @@ def lost_references(split: DatasetSplit, utterances: Iterable[Utterance]) -> lis
     ]
 
 
-def _as_reference(utterance: Utterance) -> Utterance:
-    extras = {key: value for key, value in utterance.extras.items() if key != "references"}
-    return replace(utterance, extras=extras | {"reference_only": True})
-
-
-def _without_references(utterance: Utterance) -> Utterance:
-    """Remove the references that an utterance names. The sampler then draws one, except for a dialogue."""
-    return replace(utterance, extras={key: value for key, value in utterance.extras.items() if key != "references"})
+def _without_references(utterance: Utterance, **extras: bool) -> Utterance:
+    kept = {key: value for key, value in utterance.extras.items() if key != "references"}
+    return replace(utterance, extras=kept | extras)
 
 
 def assign_subsets(
@@ -312,7 +298,6 @@ def _write_subset(dataset: PreparedDataset, folder: Path, members: list[Utteranc
 
 
 # Overlap with training data: the same audio, or the same words of the same speaker
-
 
 OverlapKind = Literal["audio", "words"]
 

@@ -181,7 +181,9 @@ def _local_records(file: Path) -> Iterator[SourceRecord]:
                 try:
                     yield SourceRecord(file, number, batch.slice(position, 1).to_pylist()[0])
                 except (ValueError, OverflowError) as error:  # a date outside Python's range
-                    reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "malformed"
+                    reason: records.RejectionReason = (
+                        "not UTF-8" if isinstance(error, UnicodeDecodeError) else "malformed"
+                    )
                     yield SourceRecord(file, number, RecordError(reason, str(error)))
     except (pa.ArrowException, OSError) as error:
         yield SourceRecord(file, number + 1, RecordError("malformed", str(error)))
