@@ -141,13 +141,9 @@ def _prepare(utterances: list[Utterance], out: Path, parts: Sequence[Path], mode
         link = home / f"{number:05d}.arrow"
         if not link.exists():
             os.link(shard, link)
-    write_index(
-        utterances,
-        _known_keys(stores, utterances),
-        out,
-        revision=codec.revision,
-        sample_rate=codec.sample_rate,
-    )
+    known = _known_keys(stores, utterances)
+    keys = [known[one.audio, one.span] for one in utterances]
+    write_index(utterances, keys, out, revision=codec.revision, sample_rate=codec.sample_rate)
     DatasetInfo.from_codec(codec).write(out)
     count_text_tokens(PreparedDataset.open(out), family)
 

@@ -127,9 +127,8 @@ def read_audio(
     with _open(path) as file:
         first, last = _frames(path, file, span or (0.0, None))
         if max_seconds is not None and last - first > max_seconds * file.samplerate:
-            problem = (
-                f"{path}: too long: {(last - first) / file.samplerate:.1f} s, and at most {max_seconds:g} s are read"
-            )
+            seconds = (last - first) / file.samplerate
+            problem = f"{path}: too long: {seconds:.1f} s, and at most {max_seconds:g} s are read"
             raise AudioError(problem, hint=f"cut out a part: ffmpeg -i INPUT -t {max_seconds:g} OUTPUT.wav")
         lead = min(first, round(PREROLL_SECONDS * file.samplerate))
         file.seek(first - lead)
@@ -170,9 +169,9 @@ def check_not_silent(path: Path, samples: Samples) -> None:
 
 def check_audio_suffix(path: Path) -> None:
     """Refuse an output name without a supported suffix, before any work is done for it."""
-    if path.suffix.lower() not in (*AUDIO_FORMATS, M4A_SUFFIX):
-        known = ", ".join((*AUDIO_FORMATS, M4A_SUFFIX))
-        raise AudioError(f"{path}: cannot write `{path.suffix}`", hint=f"use one of {known}")
+    known = (*AUDIO_FORMATS, M4A_SUFFIX)
+    if path.suffix.lower() not in known:
+        raise AudioError(f"{path}: cannot write `{path.suffix}`", hint=f"use one of {', '.join(known)}")
 
 
 def write_audio(path: Path, samples: Samples, sample_rate: int) -> None:
@@ -187,14 +186,15 @@ def encode_audio_file(path: Path, samples: Samples, sample_rate: int) -> bytes:
     disk."""
     check_audio_suffix(path)
     _check_finite(path, samples)
+    content = io.BytesIO()
     if path.suffix.lower() == M4A_SUFFIX:
         try:
-            return encode_m4a(samples, sample_rate)
+            _write_m4a(content, samples, sample_rate)
         except ContainerError as error:
             raise AudioError(f"{path}: cannot be written: {error}", hint="write a .wav or .flac file instead") from None
-    kind, subtype = AUDIO_FORMATS[path.suffix.lower()]
-    content = io.BytesIO()
-    soundfile.write(content, samples, sample_rate, format=kind, subtype=subtype)
+    else:
+        kind, subtype = AUDIO_FORMATS[path.suffix.lower()]
+        soundfile.write(content, samples, sample_rate, format=kind, subtype=subtype)
     return content.getvalue()
 
 
@@ -251,28 +251,23 @@ class ContainerFile:
                 options={"format_whitelist": CONTAINER_FORMATS, "protocol_whitelist": "file"},
                 metadata_errors="replace",
             )
+        self.close = self._container.close
         try:
             with _container_errors():
-                self._open_stream()
+                if not self._container.streams.audio:
+                    raise ContainerError("it holds no audio")
+                self._stream = self._container.streams.audio[0]
+                if self._stream.codec_context is None:
+                    raise ContainerError("there is no decoder for its audio")
+                self.samplerate: int = self._stream.codec_context.sample_rate or 0
+                self.channels: int = self._stream.codec_context.layout.nb_channels
+                if not self.samplerate or not self.channels:
+                    raise ContainerError("it does not tell its sample rate or channels")
+                self.frames = round(self._seconds() * self.samplerate)
+                self.seek(0)
         except ContainerError:
             self.close()
             raise
-
-    def _open_stream(self) -> None:
-        if not self._container.streams.audio:
-            raise ContainerError("it holds no audio")
-        self._stream = self._container.streams.audio[0]
-        if self._stream.codec_context is None:
-            raise ContainerError("there is no decoder for its audio")
-        self.samplerate: int = self._stream.codec_context.sample_rate or 0
-        self.channels: int = self._stream.codec_context.layout.nb_channels
-        if not self.samplerate or not self.channels:
-            raise ContainerError("it does not tell its sample rate or channels")
-        self.frames = round(self._seconds() * self.samplerate)
-        self.seek(0)
-
-    def close(self) -> None:
-        self._container.close()
 
     def seek(self, frame: int) -> None:
         """Go to a frame exactly: by time stamps if they count samples, else by decoding everything before it."""
@@ -325,10 +320,9 @@ class ContainerFile:
         return sum(packet.duration or 0 for packet in container.demux(stream)) * stream.time_base  # type: ignore[no-any-return]
 
 
-def encode_m4a(samples: npt.NDArray[np.float32], sample_rate: int) -> bytes:
-    """Encode samples, mono or (frames, channels), as an M4A file (AAC)."""
+def _write_m4a(content: io.BytesIO, samples: npt.NDArray[np.float32], sample_rate: int) -> None:
     planes = np.ascontiguousarray(np.atleast_2d(samples.T), np.float32)
-    av, content, layout = _import_av(), io.BytesIO(), "mono" if len(planes) == 1 else f"{len(planes)} channels"
+    av, layout = _import_av(), "mono" if len(planes) == 1 else f"{len(planes)} channels"
     with _container_errors(), av.open(content, "w", format="ipod") as container:
         stream = container.add_stream("aac", rate=sample_rate, layout=layout)
         stream.codec_context.bit_rate = M4A_BIT_RATE * len(planes)
@@ -336,7 +330,6 @@ def encode_m4a(samples: npt.NDArray[np.float32], sample_rate: int) -> bytes:
         frame.sample_rate, frame.pts = sample_rate, 0
         for one in (frame, None):
             container.mux(stream.encode(one))
-    return content.getvalue()
 
 
 def _import_av() -> Any:
@@ -366,8 +359,7 @@ class _SoundFile(soundfile.SoundFile):  # type: ignore[misc]
 
     def read_block(self, frames: int) -> npt.NDArray[np.float32]:
         """Read up to `frames` frames as (frames, channels)."""
-        block: npt.NDArray[np.float32] = self.read(frames, dtype="float32", always_2d=True)
-        return block
+        return self.read(frames, dtype="float32", always_2d=True)  # type: ignore[no-any-return]
 
 
 AudioReader = _SoundFile | ContainerFile

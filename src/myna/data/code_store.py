@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -32,8 +32,6 @@ INDEX_FILE = "index.arrow"
 MAX_MAPPED_SHARDS = 1024
 """Maximum number of shards mapped at a time: memory maps are limited, and their pages count as memory of the
 process."""
-ClipKeys = Mapping[tuple[Path, Span | None], str]
-"""Keys by audio file and span."""
 
 
 def codes_key(audio_hash: str, span: Span | None, revision: str) -> str:
@@ -43,21 +41,12 @@ def codes_key(audio_hash: str, span: Span | None, revision: str) -> str:
 
 
 def write_index(
-    utterances: Iterable[Utterance], keys: ClipKeys, folder: Path, *, revision: str, sample_rate: int
+    utterances: Sequence[Utterance], keys: Sequence[str], folder: Path, *, revision: str, sample_rate: int
 ) -> None:
     """Write the index of `utterances` whose codes are stored already, under the given keys: no recording is opened."""
-    utterances = list(utterances)
     check_unique_ids(utterances)
     with lock_codes(folder, revision) as codes_folder:
-        chosen = [keys[utterance.audio, utterance.span] for utterance in utterances]
-        write_index_file(folder, utterances, chosen, stored_frames(codes_folder, revision), revision, sample_rate)
-
-
-class CodeLocation(NamedTuple):
-    shard: npt.NDArray[np.int32]
-    """Shard numbers, negative for a clip without codes."""
-    offset: npt.NDArray[np.int64]
-    """Bytes from the beginning of the file."""
+        write_index_file(folder, utterances, keys, stored_frames(codes_folder, revision), revision, sample_rate)
 
 
 class CodeStore:
@@ -90,8 +79,9 @@ class CodeStore:
         """The index as a record batch: `id`, `audio`, `start`, `end`, `key` and `frames` of each utterance."""
         return read_arrow(self.codes_folder / INDEX_FILE, self.revision)
 
-    def locate(self, keys: Any) -> CodeLocation:
-        """Find where the codes of each key are stored. Reads the keys of every shard, and checks every shard."""
+    def locate(self, keys: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Return the shard of each key's codes, negative for a key without codes, and their offset in bytes from the
+        beginning of its file. Reads the keys of every shard, and checks every shard."""
         stored, shards, offsets = [pa.array([], pa.string())], [np.empty(0, np.int32)], [np.empty(0, np.int64)]
         for number, path in self._shards.items():
             shard = _read_shard(path, self.revision)
@@ -103,7 +93,7 @@ class CodeStore:
         # Position -1, for a key that is not stored, is the entry appended last.
         shard_of, offset_of = np.append(np.concatenate(shards), np.int32(-1)), np.append(np.concatenate(offsets), 0)
         selected = positions.to_numpy(zero_copy_only=False)
-        return CodeLocation(shard_of[selected], offset_of[selected])
+        return shard_of[selected], offset_of[selected]
 
     def fingerprint(self) -> str:
         """Fingerprint that changes whenever a location may hold the codes of another utterance."""
@@ -119,13 +109,18 @@ class _ShardContents(NamedTuple):
 
 
 def write_index_file(
-    folder: Path, utterances: list[Utterance], keys: list[str], frames: dict[str, int], revision: str, sample_rate: int
+    folder: Path,
+    utterances: Sequence[Utterance],
+    keys: Sequence[str],
+    frames: Mapping[str, int],
+    revision: str,
+    sample_rate: int,
 ) -> None:
     """Write the index; the caller holds the lock. `frames` are those of all keys that have codes."""
-    spans = [span_bounds(utterance.span) for utterance in utterances]
+    spans = [span_bounds(one.span) for one in utterances]
     columns = {
-        "id": pa.array([utterance.id for utterance in utterances], pa.string()),
-        "audio": pa.array([relative_audio_path(utterance.audio, folder) for utterance in utterances], pa.string()),
+        "id": pa.array([one.id for one in utterances], pa.string()),
+        "audio": pa.array([relative_audio_path(one.audio, folder) for one in utterances], pa.string()),
         "start": pa.array([start for start, _ in spans], pa.float64()),
         "end": pa.array([end for _, end in spans], pa.float64()),
         "key": pa.array(keys, pa.string()),
@@ -192,8 +187,8 @@ def read_cached_arrow(path: Path, revision: str, metadata: Mapping[str, str], *,
         batch = read_arrow(path, revision, strings=strings)
     except DataError:
         return None
-    stored = batch.schema.metadata
-    return batch if all(stored.get(name.encode()) == value.encode() for name, value in metadata.items()) else None
+    wanted = {name.encode(): value.encode() for name, value in metadata.items()}
+    return batch if wanted.items() <= batch.schema.metadata.items() else None
 
 
 def _map(path: Path) -> Any:

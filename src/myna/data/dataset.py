@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
@@ -113,8 +113,7 @@ class ManifestTable:
     @property
     def has_answer(self) -> npt.NDArray[np.bool_]:
         """Clips that are an input to be answered in text; they are neither speech targets nor references."""
-        has_answer: npt.NDArray[np.bool_] = pc.not_equal(self.answer, "").to_numpy(zero_copy_only=False)
-        return has_answer
+        return pc.not_equal(self.answer, "").to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
     def learned_texts(self, part: slice) -> list[str]:
         """Texts whose length varies by utterance: the answer if there is one, else the transcript."""
@@ -179,24 +178,29 @@ def _from_arrow(folder: Path, path: Path | None, batch: Any) -> ManifestTable:
 
 def _positions(values: Any, value_set: Any) -> Int32Array:
     """The position of each value in `value_set`, below zero if it is not there."""
-    positions: Int32Array = pc.fill_null(pc.index_in(values, value_set=value_set), -1).to_numpy(zero_copy_only=False)
-    return positions
+    return pc.fill_null(pc.index_in(values, value_set=value_set), -1).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
 
 def _build(folder: Path, store: CodeStore, fingerprint: str) -> Any:
     """Build all columns from the lines of the manifest and the index."""
-    lines = pa.concat_tables(_read_lines(folder))
-    _check_unique_ids(folder, lines["id"])
+    parts, utterances = [SCHEMA.empty_table()], iterate_manifest(folder / MANIFEST_FILE)
+    while part := [_line(utterance, folder) for utterance in islice(utterances, LINES_PER_BATCH)]:
+        parts.append(pa.Table.from_pylist(part, SCHEMA))
+    lines = pa.concat_tables(parts)
+    if pc.count_distinct(lines["id"]).as_py() < len(lines):
+        duplicate = next(entry["values"] for entry in pc.value_counts(lines["id"]).to_pylist() if entry["counts"] > 1)
+        problem = f"{folder / MANIFEST_FILE} has several utterances with the id {duplicate}"
+        raise DataError(problem, hint="give each a name of its own, and run `myna prepare` again")
     index = _match_index(folder, store, lines)
     lines = lines.append_column("key", index["key"]).append_column("frames", index["frames"])
     if not pc.all(pc.greater(lines["frames"], 0)).as_py():
         lines = lines.filter(pc.greater(lines["frames"], 0))
-    location = store.locate(lines["key"].combine_chunks())
-    if (location.shard < 0).any():
-        missing = lines["id"][int(np.argmax(location.shard < 0))].as_py()
+    shards, offsets = store.locate(lines["key"].combine_chunks())
+    if (shards < 0).any():
+        missing = lines["id"][int(np.argmax(shards < 0))].as_py()
         raise DataError(f"{folder} holds no codes of {missing}", hint=prepare_command(folder))
     columns = {name: lines[name].combine_chunks() for name in lines.column_names}
-    del lines, index  # a million of them are hundreds of megabytes
+    del lines, parts, index  # a million of them are hundreds of megabytes
     content = _content_hash(columns)
     references = columns["references"]
     columns["has_references"] = pc.is_valid(references).cast(pa.uint8())
@@ -206,7 +210,7 @@ def _build(folder: Path, store: CodeStore, fingerprint: str) -> Any:
         pa.array(_positions(references.flatten(), columns["id"]), pa.int32()),
     )
     columns |= {name: columns[name].dictionary_encode() for name in DICTIONARY_COLUMNS}
-    columns |= {"shard": pa.array(location.shard), "offset": pa.array(location.offset)}
+    columns |= {"shard": pa.array(shards), "offset": pa.array(offsets)}
     return code_store.arrow_batch(columns, store.revision, fingerprint=fingerprint, content=content)
 
 
@@ -218,13 +222,6 @@ SCHEMA = pa.schema(
     | {"id_hash": pa.uint64(), "references": pa.list_(pa.string())}
 )
 """Columns from a manifest line, before the index adds its own."""
-
-
-def _read_lines(folder: Path) -> Iterator[Any]:
-    yield SCHEMA.empty_table()
-    utterances = iterate_manifest(folder / MANIFEST_FILE)
-    while part := [_line(utterance, folder) for utterance in islice(utterances, LINES_PER_BATCH)]:
-        yield pa.Table.from_pylist(part, SCHEMA)
 
 
 def _line(utterance: Utterance, folder: Path) -> dict[str, Any]:
@@ -250,14 +247,6 @@ def _line(utterance: Utterance, folder: Path) -> dict[str, Any]:
         "is_dialogue": int(utterance.is_dialogue),
         "references": None if references is None else list(references),
     }
-
-
-def _check_unique_ids(folder: Path, ids: Any) -> None:
-    if pc.count_distinct(ids).as_py() == len(ids):
-        return
-    duplicate = next(entry["values"] for entry in pc.value_counts(ids).to_pylist() if entry["counts"] > 1)
-    problem = f"{folder / MANIFEST_FILE} has several utterances with the id {duplicate}"
-    raise DataError(problem, hint="give each a name of its own, and run `myna prepare` again")
 
 
 def _match_index(folder: Path, store: CodeStore, lines: Any) -> Any:

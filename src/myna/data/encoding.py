@@ -25,17 +25,8 @@ from myna.core.errors import AudioError, ConfigError
 from myna.core.io import file_hash
 from myna.core.pools import Pool
 from myna.core.progress import ProgressCallback, silent
-from myna.data.code_store import (
-    arrow_batch,
-    check_unique_ids,
-    codes_key,
-    lock_codes,
-    shard_paths,
-    span_bounds,
-    stored_frames,
-    write_arrow,
-    write_index_file,
-)
+from myna.data import code_store
+from myna.data.code_store import codes_key, span_bounds
 from myna.data.codec import Codes, Encoder, NotifyCallback, Samples
 from myna.data.manifest import Span, Utterance
 
@@ -113,18 +104,15 @@ def encode_dataset(
     of the same revision; without a pool this process encodes.
     """
     utterances = list(utterances)
-    check_unique_ids(utterances)
-    with lock_codes(folder, codec.revision) as codes_folder:
-        frames = stored_frames(codes_folder, codec.revision)
+    code_store.check_unique_ids(utterances)
+    with code_store.lock_codes(folder, codec.revision) as codes_folder:
+        frames = code_store.stored_frames(codes_folder, codec.revision)
         keys, clips = _plan_clips(utterances, codec, frames)
-        existing = shard_paths(codes_folder)
+        existing = code_store.shard_paths(codes_folder)
         free_numbers = (number for number in count() if number not in existing)
-        shards = [
-            PlannedShard(
-                codes_folder.absolute() / f"{next(free_numbers):05d}.arrow", codec.revision, batch_seconds, group
-            )
-            for group in group_into_shards(clips, shard_seconds * codec.frame_rate)
-        ]
+        paths = (codes_folder.absolute() / f"{number:05d}.arrow" for number in free_numbers)
+        groups = group_into_shards(clips, shard_seconds * codec.frame_rate)
+        shards = [PlannedShard(next(paths), codec.revision, batch_seconds, group) for group in groups]
         began, encoded, notes = time.monotonic(), dict[str, int](), set[str]()
         for result in _encode_shards(shards, codec, pool):
             encoded |= result.frames
@@ -134,7 +122,7 @@ def encode_dataset(
                     notes.add(note)
                     notify(note)
         frames |= {key: number for key, number in encoded.items() if number}
-        write_index_file(folder, utterances, keys, frames, codec.revision, codec.sample_rate)
+        code_store.write_index_file(folder, utterances, keys, frames, codec.revision, codec.sample_rate)
 
     has_codes = [key in frames for key in keys]
     return EncodeReport(
@@ -153,12 +141,12 @@ def _plan_clips(
     by_audio = {utterance.audio: utterance for utterance in utterances}
     with ThreadPoolExecutor(READER_THREADS) as threads:
         recordings = dict(zip(by_audio, _prefetch(threads, _probe_recording, by_audio.values()), strict=True))
-    keys = [codes_key(recordings[one.audio].hash, one.span, codec.revision) for one in utterances]
+    keys = [codes_key(recordings[one.audio][0], one.span, codec.revision) for one in utterances]
     new = {key: one for key, one in zip(keys, utterances, strict=True) if key not in frames}
     clips = []
     for key, one in new.items():
         start, end = span_bounds(one.span)
-        seconds = (recordings[one.audio].seconds if end is None else end) - start
+        seconds = (recordings[one.audio][1] if end is None else end) - start
         # A clip without codes is planned again by every run. It counts as empty, so that a resumed run cuts alike.
         may_be_empty = seconds < MAX_MISSING_SECONDS + 1 / codec.frame_rate
         planned = 0 if may_be_empty else int(seconds * codec.frame_rate + 1e-6)
@@ -237,18 +225,14 @@ class ShardEncoder:
             notes.clear()
         if clips:
             table = _shard_table(clips, [codes[position] for position in range(len(clips))], codec)
-            write_arrow(shard.path.parents[2], shard.path, table)
+            code_store.write_arrow(shard.path.parents[2], shard.path, table)
         yield EncodedClips({}, tuple(notes))
 
 
-class _Recording(NamedTuple):
-    hash: str
-    seconds: float
-
-
-def _probe_recording(utterance: Utterance) -> _Recording:
+def _probe_recording(utterance: Utterance) -> tuple[str, float]:
+    """Return the hash of a recording and its seconds."""
     with _audio_errors(utterance):
-        return _Recording(hash=file_hash(utterance.audio), seconds=probe(utterance.audio).seconds)
+        return file_hash(utterance.audio), probe(utterance.audio).seconds
 
 
 def _load_clip(codec: Encoder, clip: PlannedClip) -> PendingClip:
@@ -271,7 +255,7 @@ def _shard_table(shard: Sequence[PendingClip], codes: Sequence[Codes], codec: En
         "seconds": pa.array([clip.frames / codec.frame_rate for clip in shard], pa.float64()),
         "text": pa.array([clip.text for clip in shard], pa.string()),
     }
-    return arrow_batch(columns, codec.revision, sample_rate=str(codec.sample_rate))
+    return code_store.arrow_batch(columns, codec.revision, sample_rate=str(codec.sample_rate))
 
 
 def _prefetch(

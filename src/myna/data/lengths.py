@@ -110,16 +110,15 @@ class SequenceLengths:
 
         lengths[simple] += _per_form(forms, measure)
         for position in np.flatnonzero(counts > 1).tolist():
-            several = tuple(references.indices[offsets[position] : offsets[position] + counts[position]].tolist())
-            lengths[position] = self._with_references(int(targets[position]), several, int(lengths[position]))
+            several = references.indices[offsets[position] : offsets[position] + counts[position]]
+            target = int(targets[position])
+            if self._in_turns and table.speaker_tags.value_at(target):
+                # Tags of a dialogue are put before the texts of its references, which changes their tokens.
+                lengths[position] = self._dialogue_length(target, tuple(several.tolist()))
+            else:
+                form = int(table.scene.indices[target]), int(table.speaker_tags.indices[target])
+                lengths[position] += self._speech_overhead(*form, tuple(self.kinds[several].tolist()))
         return lengths
-
-    def _with_references(self, target: int, references: tuple[int, ...], length: int) -> int:
-        if not self._in_turns or self._table.speaker_tags.value_at(target) == "":
-            scene, tags = int(self._table.scene.indices[target]), int(self._table.speaker_tags.indices[target])
-            return length + self._speech_overhead(scene, tags, tuple(self.kinds[list(references)].tolist()))
-        # Tags of a dialogue are put before the texts of its references, which changes their tokens.
-        return self._dialogue_length(target, references)
 
     def _measure_answer_overhead(self, question: int) -> int:
         """Positions of an answer form beside the answer and the frames."""
@@ -129,7 +128,8 @@ class SequenceLengths:
 
     def _measure_speech_overhead(self, scene: int, tags: int, reference_kinds: tuple[int, ...]) -> int:
         """Positions of a speech form beside texts and frames, measured with texts that are only tags."""
-        target_text, *reference_texts = (self._tags_only(kind) for kind in (tags, *reference_kinds))
+        numbers = [str(self._table.speaker_tags.dictionary[kind].as_py()).split() for kind in (tags, *reference_kinds)]
+        target_text, *reference_texts = (" ".join(f"[SPEAKER{number}]" for number in one) for one in numbers)
         description = str(self._table.scene.dictionary[scene].as_py()) or self._settings.scene
         bare = speech_conversation(
             target_text,
@@ -142,9 +142,6 @@ class SequenceLengths:
         texts = [target_text, *reference_texts] if self._in_turns else [target_text]
         tokens = sum(self._estimator.count_tokens({"": text})[0] for text in texts if text)
         return self._estimator.length(bare) - tokens - (1 + len(reference_kinds)) * self._frame_positions
-
-    def _tags_only(self, kind: int) -> str:
-        return " ".join(f"[SPEAKER{tag}]" for tag in str(self._table.speaker_tags.dictionary[kind].as_py()).split())
 
 
 def _per_form(forms: npt.NDArray[np.signedinteger], measure: Callable[[int], int]) -> Indices:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from myna.core.device import pick_device
 from myna.core.errors import ConfigError, DataError
 from myna.core.io import check_writable
 from myna.core.pools import Pool, open_pool
@@ -69,8 +70,6 @@ def prepare_folder(
     process; the result is the same. Workers call `open_model` too: it must be picklable, and name folders by their
     absolute path.
     """
-    from myna.core.device import pick_device
-
     settings = _checked(source, out, settings)
     pool = _open_encoding_pool(open_model, device, workers, ray)
     model = open_model()
@@ -94,8 +93,6 @@ def _open_encoding_pool(
     open_model: Callable[[], EncodingModel], device: str, workers: int | None, ray: str | None
 ) -> Pool[ShardEncoder] | None:
     """Open the workers that encode; None if this process encodes."""
-    from myna.core.device import pick_device
-
     if ray is None and (workers or 1) == 1:
         return None
     if ray is None and pick_device(device).type != "cpu":
@@ -112,8 +109,6 @@ def _open_encoding_pool(
 def _open_worker_encoder(open_model: Callable[[], EncodingModel], device: str, threads: int) -> Encoder:
     """Load the encoder in a worker process, which does nothing else."""
     import torch
-
-    from myna.core.device import pick_device
 
     torch.set_num_threads(threads)
     return open_model().load_encoder(device=pick_device(device))

@@ -292,7 +292,7 @@ def _write_subset(dataset: PreparedDataset, folder: Path, members: list[Utteranc
             except OSError:
                 shutil.copyfile(shard, temporary)
     write_manifest(folder / "manifest.jsonl", members)
-    keys = {(utterance.audio, utterance.span): dataset.key(utterance) for utterance in members}
+    keys = list(map(dataset.key, members))
     write_index(members, keys, folder, revision=info.codec_revision, sample_rate=info.sample_rate)
     info.write(folder)
 
