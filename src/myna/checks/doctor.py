@@ -18,7 +18,6 @@ import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from http.client import HTTPException
 from importlib import metadata, util
 from pathlib import Path
@@ -49,13 +48,11 @@ def check_python() -> Iterator[Check]:
     from packaging.specifiers import SpecifierSet
 
     version, wanted = platform.python_version(), metadata.metadata("myna")["Requires-Python"]
-    detail = f"{version} at {sys.executable}"
-    if SpecifierSet(wanted).contains(version, prereleases=True):
-        yield Check("python", "passed", detail)
-    else:
-        yield Check(
-            "python", "failed", f"{detail}; Myna needs {wanted}", "python3.11 -m venv .venv, and install Myna there"
-        )
+    detail, hint = f"{version} at {sys.executable}", "python3.11 -m venv .venv, and install Myna there"
+    fits = SpecifierSet(wanted).contains(version, prereleases=True)
+    yield (
+        Check("python", "passed", detail) if fits else Check("python", "failed", f"{detail}; Myna needs {wanted}", hint)
+    )
 
 
 def check_packages() -> Iterator[Check]:
@@ -76,10 +73,8 @@ def check_packages() -> Iterator[Check]:
         else:
             wrong.append(f"{needed.name} is {version}, Myna needs {needed.specifier}")
             install.append(f"'{needed.name}{needed.specifier}'")
-    if wrong:
-        yield Check("packages", "failed", "; ".join(wrong), f"pip install {' '.join(install)}")
-    else:
-        yield Check("packages", "passed", ", ".join(fine))
+    failed = Check("packages", "failed", "; ".join(wrong), f"pip install {' '.join(install)}")
+    yield failed if wrong else Check("packages", "passed", ", ".join(fine))
 
 
 def check_audio_files() -> Iterator[Check]:
@@ -105,18 +100,19 @@ def check_audio_files() -> Iterator[Check]:
         if abs(len(decoded) - rate) > rate / 5 or not 0.8 < decoded.std() / tone.std() < 1.25:
             lost[suffix] = "a tone does not come back as it was written"
     version = f"soundfile {soundfile.__version__}, libsndfile {soundfile.__libsndfile_version__}"
+    install = "pip install --upgrade --force-reinstall"
     if lost:
         listing = "; ".join(f"{suffix}: {reason}" for suffix, reason in lost.items())
         status: CheckStatus = "failed" if ".wav" in lost else "warning"
-        yield Check("audio files", status, f"{version}; {listing}", "pip install --upgrade --force-reinstall soundfile")
+        yield Check("audio files", status, f"{version}; {listing}", f"{install} soundfile")
     else:
         yield Check("audio files", "passed", f"{version}: {' '.join(AUDIO_FORMATS)} are written and read back")
-    resampled = soxr.resample(tone, rate, 16_000, quality="VHQ")
+    resampled, version = soxr.resample(tone, rate, 16_000, quality="VHQ"), f"soxr {soxr.__version__}"
     if len(resampled) == 16_000 and 0.95 < resampled.std() / tone.std() < 1.05:
-        yield Check("resampling", "passed", f"soxr {soxr.__version__}")
+        yield Check("resampling", "passed", version)
     else:
-        detail = f"soxr {soxr.__version__}: a second at 24 kHz became {len(resampled)} samples at 16 kHz"
-        yield Check("resampling", "failed", detail, "pip install --upgrade --force-reinstall soxr")
+        detail = f"{version}: a second at 24 kHz became {len(resampled)} samples at 16 kHz"
+        yield Check("resampling", "failed", detail, f"{install} soxr")
 
 
 def check_transformers() -> Iterator[Check]:
@@ -150,19 +146,16 @@ def check_hub() -> Iterator[Check]:
         return
     outcome = [f"no answer within {HUB_TIMEOUT:g} s"]
 
-    def request() -> None:
+    def ask() -> None:
         try:
-            urllib.request.urlopen(
-                urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT
-            ).close()
-        except urllib.error.HTTPError:
-            outcome[0] = ""  # a refusal is an answer
-        except (OSError, HTTPException, ValueError) as error:
-            outcome[0] = str(getattr(error, "reason", error))
-        else:
+            request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+            urllib.request.urlopen(request, timeout=HUB_TIMEOUT).close()
             outcome[0] = ""
+        except (OSError, HTTPException, ValueError) as error:
+            refused = isinstance(error, urllib.error.HTTPError)  # which is an answer
+            outcome[0] = "" if refused else str(getattr(error, "reason", error))
 
-    thread = threading.Thread(target=request, daemon=True)
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(HUB_TIMEOUT)
     if reason := outcome[0]:
@@ -203,13 +196,10 @@ def check_torch() -> Iterator[Check]:
         yield Check("torch", "warning", f"{detail}; CUDA_VISIBLE_DEVICES hides every GPU", "unset CUDA_VISIBLE_DEVICES")
     else:
         reason = str(caught[0].message).splitlines()[0] if caught else "no GPU answers"
+        detail += f" without a working driver ({reason}): training would run on the CPU"
         smi = "rocm-smi" if rocm else "nvidia-smi"
-        yield Check(
-            "torch",
-            "warning",
-            f"{detail} without a working driver ({reason}): training would run on the CPU",
-            f"{smi} shows whether the driver works: if not, install or update it; if there is no GPU, {CPU_TORCH}",
-        )
+        hint = f"{smi} shows whether the driver works: if not, install or update it; if there is no GPU, {CPU_TORCH}"
+        yield Check("torch", "warning", detail, hint)
 
 
 def check_gpu() -> Iterator[Check]:
@@ -224,10 +214,8 @@ def check_gpu() -> Iterator[Check]:
     for number in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
-        detail = (
-            f"{card.name}, {total / 2**30:.1f} GiB of memory ({free / 2**30:.1f} free), "
-            f"compute capability {card.major}.{card.minor}"
-        )
+        detail = f"{card.name}, {total / 2**30:.1f} GiB of memory ({free / 2**30:.1f} free), "
+        detail += f"compute capability {card.major}.{card.minor}"
         if not torch.version.hip and not _built_for(card.major, card.minor, torch.cuda.get_arch_list()):
             detail += f", which this torch has no kernels for ({', '.join(torch.cuda.get_arch_list())})"
             yield Check(f"gpu {number}", "failed", detail, CUDA_TORCH)
@@ -262,8 +250,8 @@ def check_disk() -> Iterator[Check]:
     from huggingface_hub import constants
 
     yield _disk_space("disk for runs", Path("runs"), RUN_BYTES, "myna train RECIPE --out /a/bigger/disk/NAME")
-    cache = Path(constants.HF_HUB_CACHE)
-    yield _disk_space("disk for the hub cache", cache, MODEL_BYTES, "export HF_HOME=/a/bigger/disk/huggingface")
+    elsewhere = "export HF_HOME=/a/bigger/disk/huggingface"
+    yield _disk_space("disk for the hub cache", Path(constants.HF_HUB_CACHE), MODEL_BYTES, elsewhere)
 
 
 def _disk_space(name: str, folder: Path, wanted: float, hint: str) -> Check:
@@ -313,48 +301,36 @@ def check_processes() -> Iterator[Check]:
     elif max(process.rank, int(variables.get("RANK", "0"))) >= process.world_size:
         yield Check("processes", "failed", f"ranks run from 0 to WORLD_SIZE - 1: {listing}", start_over)
     elif process.world_size > 1:
-        detail = (
-            f"rank {process.rank} of {process.world_size} on {process.device('auto')}, as {listing or 'Slurm has it'}"
-        )
-        yield Check("processes", "passed", detail)
+        rank = f"rank {process.rank} of {process.world_size}"
+        yield Check("processes", "passed", f"{rank} on {process.device('auto')}, as {listing or 'Slurm has it'}")
     else:
         single = "LOCAL_RANK=-1 means a single process" if variables.get("LOCAL_RANK") == "-1" else "a single process"
         yield Check("processes", "passed", f"{single} ({listing})" if listing else single)
 
 
-class CheckedModel:
-    """The model to check, opened once. Nothing is downloaded for a check."""
+def check_model(source: str, opened: list[Family]) -> Iterator[Check]:
+    """Open the model, into `opened`: its configuration and tokenizer must be valid and agree."""
+    from myna.models import open_family
 
-    def __init__(self, source: str) -> None:
-        self.source = source
-
-    @cached_property
-    def family(self) -> Family:
-        from myna.models import open_family
-
-        with _offline():
-            return open_family(self.source)
-
-
-def check_model(model: CheckedModel) -> Iterator[Check]:
-    """Open the model: its configuration and tokenizer must be valid and agree."""
     try:
-        family = model.family
+        with _offline():
+            family = open_family(source)
     except ModelError as error:
         if not _not_cached(error):
             raise
-        detail = f"{model.source} is no folder here and not in the hub cache, so it was not looked at"
-        yield Check("model", "warning", detail, f"hf download {model.source}")
+        detail = f"{source} is no folder here and not in the hub cache, so it was not looked at"
+        yield Check("model", "warning", detail, f"hf download {source}")
         return
     if not family.has_weights:
         hint = "myna doctor --model FOLDER, or the hub name of a checkpoint"
-        yield Check("model", "failed", f"{model.source} is a configuration without weights", hint)
+        yield Check("model", "failed", f"{source} is a configuration without weights", hint)
         return
-    yield Check("model", "passed", f"{model.source}: {family.name}, configuration and tokenizer agree")
+    opened.append(family)
+    yield Check("model", "passed", f"{source}: {family.name}, configuration and tokenizer agree")
 
 
-def check_model_tokenizer(model: CheckedModel) -> Iterator[Check]:
-    tokenizer = model.family.tokenizer
+def check_model_tokenizer(family: Family) -> Iterator[Check]:
+    tokenizer = family.tokenizer
     for sentence in SENTENCES:
         ids = tokenizer.encode(sentence, add_special_tokens=False)
         back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -365,18 +341,18 @@ def check_model_tokenizer(model: CheckedModel) -> Iterator[Check]:
     yield Check("tokenizer", "passed", f"{len(tokenizer)} tokens; Arabic and Vietnamese come back as they went in")
 
 
-def check_model_weights(model: CheckedModel) -> Iterator[Check]:
+def check_model_weights(family: Family) -> Iterator[Check]:
     """Check names and shapes of all tensors, from the headers of the files."""
-    yield Check("weights", "passed", model.family.check_weights())
+    yield Check("weights", "passed", family.check_weights())
 
 
-def check_model_codec(model: CheckedModel) -> Iterator[Check]:
+def check_model_codec(family: Family) -> Iterator[Check]:
     """Encode a second of noise and, with a codec, decode it."""
     import numpy as np
 
     try:
         with _offline():
-            encoder: Any = model.family.load_encoder()
+            encoder: Any = family.load_encoder()
     except ModelError as error:
         if not _not_cached(error):
             raise
@@ -385,18 +361,13 @@ def check_model_codec(model: CheckedModel) -> Iterator[Check]:
     frames = int(encoder.frame_rate)
     noise = 0.1 * np.random.default_rng(0).standard_normal((1, frames * encoder.hop), dtype=np.float32)
     codes = encoder.encode(noise)[0]
-    if not hasattr(encoder, "decode"):
-        whole = codes.shape == (frames, encoder.codebooks)
-        detail = f"a second of noise is {len(codes)} frames of {encoder.codebooks} features"
-        yield Check("features", "passed", detail) if whole else Check("features", "failed", detail, FETCH_AGAIN)
-        return
-    decoded = encoder.decode(codes)
-    detail = f"a second of noise is {len(codes)} frames of {encoder.codebooks} codes and {len(decoded)} samples again"
-    is_whole = codes.shape == (frames, encoder.codebooks) and len(decoded) == frames * encoder.hop
-    if not is_whole or not np.isfinite(decoded).all():
-        yield Check("codec", "failed", detail, FETCH_AGAIN)
-    else:
-        yield Check("codec", "passed", detail)
+    name, detail = "features", f"a second of noise is {len(codes)} frames of {encoder.codebooks} features"
+    is_whole = codes.shape == (frames, encoder.codebooks)
+    if hasattr(encoder, "decode"):
+        decoded = encoder.decode(codes)
+        name, detail = "codec", f"{detail.removesuffix('features')}codes and {len(decoded)} samples again"
+        is_whole &= len(decoded) == frames * encoder.hop and bool(np.isfinite(decoded).all())
+    yield Check(name, "passed", detail) if is_whole else Check(name, "failed", detail, FETCH_AGAIN)
 
 
 @contextmanager
@@ -430,12 +401,11 @@ def run_doctor(model: str | None = None) -> Iterator[Check]:
         hint = f"mend what failed above, then: myna doctor --model {model}"
         yield Check("model", "failed", "not looked at, since transformers does not work here", hint)
         return
-    checked = CheckedModel(model)
-    opened = list(_run(_needs("transformers", check_model), checked))
-    yield from opened
-    if all(result.status == "passed" for result in opened):
+    opened: list[Family] = []
+    yield from _run(_needs("transformers", check_model), model, opened)
+    for family in opened:
         for function in (check_model_tokenizer, check_model_weights, check_model_codec):
-            yield from _run(_needs("transformers", function), checked)
+            yield from _run(_needs("transformers", function), family)
 
 
 def _run(check: CheckFunction, *arguments: Any) -> Iterator[Check]:

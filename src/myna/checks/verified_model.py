@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +27,7 @@ from myna.models.base import (
     SpeakingFamily,
     TransformersGeneration,
 )
-from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, Generation, request_sampling
+from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, request_sampling
 from myna.speak.streaming import CodeStream, decode_streams
 
 TEXTS = (
@@ -91,20 +91,16 @@ class VerifiedModel:
     @cached_property
     def prompts(self) -> list[RenderedSequence]:
         """Prompts of different lengths, with and without a reference."""
-        return [self.family.render(conversation) for conversation in self._open()]
+        if isinstance(self.family, SpeakingFamily):
+            return [self.family.render(self.speech(number)) for number in range(len(TEXTS))]
+        codes = [replace(self.clips[0], codes=self.clips[0].codes[8 * n :]) for n in range(len(QUESTIONS))]
+        questions = zip(QUESTIONS, codes, strict=True)
+        return [self.family.render(answer_conversation(question, clip, id=question)) for question, clip in questions]
 
     @cached_property
     def generated(self) -> list[TransformersGeneration]:
         """Output of transformers' `generate` for the prompts, with the adapter merged."""
         return [self.family.transformers_generate(self.model, prompt, self.frames) for prompt in self.prompts]
-
-    def _open(self) -> Iterator[Conversation]:
-        if isinstance(self.family, SpeakingFamily):
-            yield from map(self.speech, range(len(TEXTS)))
-            return
-        for number, question in enumerate(QUESTIONS):
-            clip = replace(self.clips[0], codes=self.clips[0].codes[8 * number :])
-            yield answer_conversation(question, clip, id=question)
 
     def speech(self, number: int, target: AudioClip | None = None) -> Conversation:
         """Return the conversation of a prompt, with its answer if a target is given."""
@@ -137,21 +133,14 @@ class SpokenCodes:
     """Step at which each code was chosen, shape (frames, codebooks)."""
     stopped: bool
 
-    @property
-    def choices(self) -> GreedyChoices:
-        return GreedyChoices(self.codes.astype(np.int64), self.stopped)
-
 
 def greedy_choices(verified: VerifiedModel) -> list[GreedyChoices]:
     """Generate the answer to each prompt by itself, greedily."""
     if isinstance(verified.family, AnsweringFamily):
         answers = [verified.family.greedy_ids(verified.model, prompt, verified.frames) for prompt in verified.prompts]
         return [GreedyChoices(np.array(ids, np.int64).reshape(-1, 1), stopped) for ids, stopped in answers]
-    return [
-        one.choices
-        for prompt in verified.prompts
-        for one in speak_together(verified, [prompt], [verified.frames], 1, sampling=GREEDY)
-    ]
+    spoken = [speak_together(verified, [one], [verified.frames], 1, sampling=GREEDY)[0] for one in verified.prompts]
+    return [GreedyChoices(one.codes.astype(np.int64), one.stopped) for one in spoken]
 
 
 def adapter_choices(verified: VerifiedModel, matrices: LoraMatrices) -> list[GreedyChoices]:
@@ -162,7 +151,7 @@ def adapter_choices(verified: VerifiedModel, matrices: LoraMatrices) -> list[Gre
     prompts = [prompt for prompt in verified.prompts for _ in range(2)]
     caps, names = [verified.frames] * len(prompts), ["adapter", ""] * len(verified.prompts)
     rows = speak_together(verified, prompts, caps, len(prompts), sampling=GREEDY, slots=slots, adapters=names)
-    return [one.choices for one in rows[::2]]
+    return [GreedyChoices(one.codes.astype(np.int64), one.stopped) for one in rows[::2]]
 
 
 def speak_together(
@@ -186,16 +175,14 @@ def speak_together(
     ]
     while scheduler.busy:
         scheduler.advance()
-    return [_spoken(scheduler, generation) for generation in generations]
-
-
-def _spoken(scheduler: BatchScheduler, generation: Generation) -> SpokenCodes:
-    codes = generation.codes()
-    frames, books = codes.shape
-    # Undo the delay pattern on the numbers of the steps themselves.
-    numbered = [np.full(books, step) for step in range(frames + books)]
-    steps = scheduler.decoder.undelay(numbered, 0, frames)
-    return SpokenCodes(codes, generation.log_probs(), steps, generation.finish_reason == "stop")
+    spoken = []
+    for generation in generations:
+        codes = generation.codes()
+        frames, books = codes.shape
+        # Undo the delay pattern on the numbers of the steps themselves.
+        steps = decoder.undelay([np.full(books, step) for step in range(frames + books)], 0, frames)
+        spoken.append(SpokenCodes(codes, generation.log_probs(), steps, generation.finish_reason == "stop"))
+    return spoken
 
 
 def decode_together(codec: Codec, spoken: Sequence[SpokenCodes], piece: int = 9) -> list[Samples]:

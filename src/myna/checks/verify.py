@@ -92,9 +92,9 @@ def _row_matrices(verified: subject.VerifiedModel, adapter: Path) -> tuple[inter
         return None, ""
     try:
         return read_lora_matrices(verified.family, adapter), ""
-    except CheckpointError:
-        raise
     except ModelError as error:
+        if isinstance(error, CheckpointError):
+            raise
         return None, f"not in rows of a batch: {error.what}"
 
 
@@ -107,9 +107,7 @@ def check_forward(verified: subject.VerifiedModel) -> Check:
         with torch.no_grad(), _recorded_logits(verified) as recorded:
             sums = objective(batch.to(verified.device)).sums.double().cpu()
         theirs, ours = family.transformers_forward(verified.model, sequence), torch.cat(recorded)
-        if ours.shape != theirs.logits.shape or not (
-            torch.isfinite(ours).all() and torch.isfinite(theirs.logits).all()
-        ):
+        if ours.shape != theirs.logits.shape or not torch.isfinite(torch.cat([ours, theirs.logits])).all():
             return _finding(False, f"{len(ours):,} logits where transformers has {len(theirs.logits):,}, or not finite")
         largest = max(largest, float(theirs.logits.abs().max()))
         worst_logit = max(worst_logit, float((ours - theirs.logits).abs().max()))
@@ -248,9 +246,8 @@ def check_replay(verified: subject.VerifiedModel) -> Check:
     if not worst[0] <= tolerance:
         detail = f"the mean log-probability of {worst[1]} is reported as {worst[2]:.5g}, and {worst[3]:.5g} in a replay"
         return _finding(False, detail, worst[0], tolerance)
-    return _finding(
-        True, f"of {codes:,} codes and ends, means by codebook differ by at most {worst[0]:.1e}", worst[0], tolerance
-    )
+    detail = f"of {codes:,} codes and ends, means by codebook differ by at most {worst[0]:.1e}"
+    return _finding(True, detail, worst[0], tolerance)
 
 
 def check_stream(verified: subject.VerifiedModel) -> Check:
@@ -285,9 +282,8 @@ def check_codec(verified: subject.VerifiedModel) -> Check:
     decoded, again = codec.decode(codes), codec.decode(codes)
     frames = len(sound) // codec.hop
     if codes.shape != (frames, codec.codebooks) or int(codes.max(initial=0)) >= codec.codebook_size:
-        return _finding(
-            False, f"{frames} frames of sound are codes of shape {codes.shape}, up to {codes.max(initial=0)}"
-        )
+        shape = f"codes of shape {codes.shape}, up to {codes.max(initial=0)}"
+        return _finding(False, f"{frames} frames of sound are {shape}")
     if decoded.shape != sound.shape:
         return _finding(False, f"{len(sound)} samples come back as {len(decoded)}")
     if not np.isfinite(decoded).all():
@@ -319,9 +315,8 @@ def check_fused(verified: subject.VerifiedModel) -> Check:
         raise CheckSkipped(f"{family.name} on {verified.device.type} has no fused layers: it trains on the plain path")
     fused, fused_gradients = train_pass(verified, objective, batch)
     tolerance = gradient_tolerance(verified.dtype, layers)
-    losses = _compare_losses(
-        family.loss_terms, fused.tolist(), plain.tolist(), "fused", "plain", LOSS_TOLERANCES[verified.dtype]
-    )
+    sums, loss_tolerance = (fused.tolist(), plain.tolist()), LOSS_TOLERANCES[verified.dtype]
+    losses = _compare_losses(family.loss_terms, *sums, "fused", "plain", loss_tolerance)
     if not losses.passed:
         return losses
     apart = gradient_differences(fused_gradients, gradients)
@@ -337,8 +332,7 @@ def make_learner(verified: subject.VerifiedModel) -> Any:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in learner.named_parameters():
         if "lora_B" in name:  # zero in a new LoRA, which would have no effect
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data.copy_(0.02 * noise)
+            parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
     return learner
 
 
@@ -386,15 +380,13 @@ def voiced_sound(codec: Codec, seconds: float) -> Samples:
 def _recorded_logits(verified: subject.VerifiedModel) -> Iterator[list[torch.Tensor]]:
     """Record the logits of every head in the order of computation, in fp32 on the CPU."""
     core, found = interface.get_base_model(verified.model), list[torch.Tensor]()
+
+    def record(_module: Any, _inputs: Any, logits: torch.Tensor) -> None:
+        found.append(logits.float().cpu().flatten())
+
     parts = verified.family.module_names(core).items()
-    hooks = [
-        core.get_submodule(name).register_forward_hook(
-            lambda _module, _inputs, logits: found.append(logits.float().cpu().flatten())
-        )
-        for part, names in parts
-        if part.endswith("_head")
-        for name in names
-    ]
+    heads = [core.get_submodule(name) for part, names in parts if part.endswith("_head") for name in names]
+    hooks = [head.register_forward_hook(record) for head in heads]
     try:
         yield found
     finally:
@@ -428,9 +420,8 @@ def _compare_losses(
     )
     if not apart <= tolerance:
         return _finding(False, f"the loss of {stream} is {one:.6g} {this}, {two:.6g} {other}", apart, tolerance)
-    return _finding(
-        True, f"losses of {len(streams)} streams differ by at most {apart:.1e} of their size", apart, tolerance
-    )
+    detail = f"losses of {len(streams)} streams differ by at most {apart:.1e} of their size"
+    return _finding(True, detail, apart, tolerance)
 
 
 def _compare_samples(found: Samples, expected: Samples, codec: Codec) -> Check | None:
@@ -479,17 +470,13 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        return self.first_failure is None
-
-    @property
-    def first_failure(self) -> Check | None:
-        return next((check for check in self.checks if check.status == "failed"), None)
+        return all(check.status != "failed" for check in self.checks)
 
     @property
     def verdict(self) -> str:
         """One line that says that all checks passed, or names the first failure."""
         where = f"{self.source} on {self.device} in {self.dtype}"
-        if (failure := self.first_failure) is not None:
+        for failure in (check for check in self.checks if check.status == "failed"):
             return f"{where}: {failure.name} failed: {failure.explanation}"
         passed = sum(check.status == "passed" for check in self.checks)
         left_out = len(self.checks) - passed
