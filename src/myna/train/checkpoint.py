@@ -25,24 +25,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from myna.core.config import parse_recipe
 from myna.core.errors import MynaError, TrainingError
 from myna.core.io import atomic_folder, fsync
-from myna.core.run_folder import (
-    CHECKPOINT_METADATA_FILE,
-    checkpoint_folder,
-    checkpoint_steps,
-    finite_or_none,
-    read_checkpoint_metadata,
-)
+from myna.core.run_folder import CHECKPOINT_METADATA_FILE as METADATA_FILE
+from myna.core.run_folder import checkpoint_folder, checkpoint_steps, finite_or_none, read_checkpoint_metadata
 from myna.data.loader import Loader
 from myna.models.base import Batch, RenderedSequence
 from myna.models.files import WeightsMetadata, absolute_source, format_names, save_metadata
 from myna.models.lora import adapter_state_dict, save_adapter, weights_hash
 from myna.models.quantized import quantized_linears
-from myna.train.distributed import full_tensor, gather_full_tensors, shard_like
+from myna.train.distributed import full_tensor, gather_full_tensors, local_shard, shard_like
 from myna.train.loss import DivergenceMonitor
 from myna.train.run import CONTINUED_FILE, Run, changed_settings
 from myna.train.trainer import Trainer
@@ -84,7 +78,7 @@ class CheckpointManager:
     def save(self, progress: TrainingProgress) -> None:
         """Write, verify and rename a checkpoint, then delete those that need not be kept."""
         self._check_finite(progress.step)
-        tensors = self._gather_rng_states() | self._gather_tensors()
+        tensors = self._gather_tensors()
 
         def write(model: nn.Module) -> None:
             with _durable_folder(checkpoint_folder(self.run, progress.step)) as folder:
@@ -132,7 +126,7 @@ class CheckpointManager:
             self._check_unchanged(folder, metadata)
             with safe_open(folder / STATE_FILE, framework="pt") as file:
                 if differing := set(metadata["tensors"]) ^ set(file.keys()):
-                    raise ValueError(f"{STATE_FILE} and {CHECKPOINT_METADATA_FILE} disagree about {min(differing)}")
+                    raise ValueError(f"{STATE_FILE} and {METADATA_FILE} disagree about {min(differing)}")
                 self._load_state(file, metadata)
             progress = TrainingProgress(**metadata["progress"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -147,9 +141,8 @@ class CheckpointManager:
 
     def _check_finite(self, step: int) -> None:
         """Raise an error for weights that are not finite. In fp16 an update may overflow before a gradient does."""
-        weights = self.trainer.trainable_parameters
-        local = {name: weight.to_local() if isinstance(weight, DTensor) else weight for name, weight in weights.items()}
-        broken = [name for name, weight in local.items() if not torch.isfinite(weight).all()]
+        weights = self.trainer.trainable_parameters.items()
+        broken = [name for name, weight in weights if not torch.isfinite(local_shard(weight)).all()]
         if self.trainer.reduce(torch.tensor([float(len(broken))])).item():
             steps = checkpoint_steps(self.run)
             raise TrainingError(
@@ -172,8 +165,9 @@ class CheckpointManager:
         save_metadata(folder, metadata)
 
     def _gather_tensors(self) -> dict[str, torch.Tensor]:
-        """Gather trained weights, optimizer state and EMA in host memory of rank 0."""
-        trainer = self.trainer
+        """Gather trained weights, optimizer state and EMA in host memory of rank 0, and the random states of all
+        processes, whose dropout differs."""
+        trainer, accelerator = self.trainer, self.trainer.accelerator
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in trainer.trainable_parameters.items():
             tensors[f"weight/{name}"] = parameter
@@ -182,7 +176,13 @@ class CheckpointManager:
             tensors |= {f"optimizer/{key}/{name}": value for key, value in state.items()}
             if trainer.ema is not None:
                 tensors[f"ema/{name}"] = trainer.ema.averages[name]
-        return gather_full_tensors(tensors, keep=trainer.accelerator.is_main_process)
+        gathered = gather_full_tensors(tensors, keep=accelerator.is_main_process)
+        for kind, state in get_rng_states(accelerator.device).items():
+            by_rank = state[None]
+            if accelerator.num_processes > 1:
+                by_rank = accelerator.gather(by_rank.to(accelerator.device)).cpu()
+            gathered |= {f"rng/{kind}/{rank}": state.clone() for rank, state in enumerate(by_rank)}
+        return gathered
 
     def _save_state(self, tensors: dict[str, torch.Tensor], progress: TrainingProgress, folder: Path) -> None:
         trainer, scaler = self.trainer, self.trainer.accelerator.scaler
@@ -191,7 +191,11 @@ class CheckpointManager:
             "recipe": trainer.recipe.model_dump(mode="json"),
             "inputs": self.described,
             "tensors": sorted(tensors),
-            "optimizer": [_scalars(group) for group in trainer.optimizer.param_groups],
+            # Rates and scales. The switches of an optimizer depend on the device and are left out.
+            "optimizer": [
+                {k: v for k, v in group.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+                for group in trainer.optimizer.param_groups
+            ],
             "scaler": scaler.state_dict() if scaler is not None else None,
             "overflows": trainer.overflows,
             "divergence": finite_or_none(asdict(trainer.divergence)),
@@ -200,7 +204,7 @@ class CheckpointManager:
         }
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / STATE_FILE)
         _verify([folder / STATE_FILE], tensors)
-        (folder / CHECKPOINT_METADATA_FILE).write_text(json.dumps(metadata), encoding="utf-8")
+        (folder / METADATA_FILE).write_text(json.dumps(metadata), encoding="utf-8")
         read_checkpoint_metadata(folder)
 
     @torch.no_grad()
@@ -240,17 +244,6 @@ class CheckpointManager:
         saved = {kind: entry for kind, entry in entries.items() if entry in metadata["tensors"]}
         set_rng_states({kind: file.get_tensor(entry).clone() for kind, entry in saved.items()})
 
-    def _gather_rng_states(self) -> dict[str, torch.Tensor]:
-        """Gather the random states of all processes, whose dropout differs."""
-        accelerator = self.trainer.accelerator
-        states: dict[str, torch.Tensor] = {}
-        for kind, state in get_rng_states(accelerator.device).items():
-            by_rank = state[None]
-            if accelerator.num_processes > 1:
-                by_rank = accelerator.gather(by_rank.to(accelerator.device)).cpu()
-            states |= {f"rng/{kind}/{rank}": state.clone() for rank, state in enumerate(by_rank)}
-        return states
-
     def _check_unchanged(self, folder: Path, metadata: dict[str, Any]) -> None:
         """Raise an error for changed inputs, or for changed settings that must stay the same on resume."""
         before = metadata["inputs"]
@@ -259,7 +252,7 @@ class CheckpointManager:
             for key, now in self.inputs.items()
             if before.get(key) != now
         ]
-        recipe = parse_recipe(metadata["recipe"], where=str(folder / CHECKPOINT_METADATA_FILE))
+        recipe = parse_recipe(metadata["recipe"], where=str(folder / METADATA_FILE))
         changed += changed_settings(recipe, self.trainer.recipe)
         if changed:
             raise TrainingError(
@@ -277,7 +270,7 @@ class CheckpointManager:
         checkpoint = checkpoint_folder(self.run, progress.best_step)
         with _durable_folder(best) as folder:
             shutil.copytree(checkpoint / result, folder / result, copy_function=_link)
-            _link(checkpoint / CHECKPOINT_METADATA_FILE, folder / CHECKPOINT_METADATA_FILE)
+            _link(checkpoint / METADATA_FILE, folder / METADATA_FILE)
             shutil.copy(self.run.folder / "config.yaml", folder / "config.yaml")
 
     def _drop_old(self, best: int | None) -> None:
@@ -314,21 +307,17 @@ def describe_inputs(
     trainer: Trainer, loader: Loader[RenderedSequence, Batch], evaluation: Loader[RenderedSequence, Batch] | None
 ) -> dict[str, Any]:
     """Return fingerprints of what must not change on resume, besides the recipe."""
+    # The hash of the frozen weights equals what `base_model_hash` finds without a training.
+    frozen = [full_tensor(weight.detach()) for weight in trainer.model.parameters() if not weight.requires_grad]
     return {
         "parameters": {name: list(parameter.shape) for name, parameter in trainer.trainable_parameters.items()},
-        "base model": _base_model_hash(trainer),
+        "base model": weights_hash([*frozen, *(layer.weight_sample() for layer in quantized_linears(trainer.model))]),
         "precision": trainer.precision.name,
         "prompt": trainer.family.prompt_revision,
         "codec": loader.dataset.info.codec_revision,
         "training data": loader.fingerprint,
         "evaluation data": evaluation.fingerprint if evaluation is not None else None,
     }
-
-
-def _base_model_hash(trainer: Trainer) -> str:
-    """Hash of the frozen weights; equal to what `base_model_hash` finds without a training."""
-    frozen = [full_tensor(weight.detach()) for weight in trainer.model.parameters() if not weight.requires_grad]
-    return weights_hash([*frozen, *(layer.weight_sample() for layer in quantized_linears(trainer.model))])
 
 
 @contextmanager
@@ -351,11 +340,9 @@ def _link(source: Path | str, target: Path | str) -> None:
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove half-written and half-removed files of a killed run."""
-    for name in (".step-*", ".adapter.*", ".model.*", ".best.*"):
-        for leftover in folder.glob(name):
-            shutil.rmtree(leftover)
-    for leftover in folder.glob(".*.tmp"):
-        leftover.unlink()
+    for pattern in (".step-*", ".adapter.*", ".model.*", ".best.*", ".*.tmp"):
+        for leftover in folder.glob(pattern):
+            leftover.unlink() if pattern == ".*.tmp" else shutil.rmtree(leftover)
 
 
 def _verify(files: Sequence[Path], written: Mapping[str, torch.Tensor]) -> None:
@@ -367,16 +354,16 @@ def _verify(files: Sequence[Path], written: Mapping[str, torch.Tensor]) -> None:
                 if name not in missing:
                     raise OSError(f"{path.name} holds {name}, which was not written to it")
                 missing.remove(name)
-                if not torch.equal(_bytes(file.get_tensor(name)), _bytes(written[name].detach().cpu())):
+                # Raw bytes, to compare NaNs too.
+                found, expected = (
+                    tensor.contiguous().flatten().view(torch.uint8)
+                    for tensor in (file.get_tensor(name), written[name].detach().cpu())
+                )
+                if not torch.equal(found, expected):
                     raise OSError(f"{name} in {path.name} was read back otherwise than it was written")
     if missing:
         names = " and ".join(path.name for path in files) or "the weights file"
         raise OSError(f"{names} lacks what was written: {format_names(sorted(missing))}")
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Raw bytes, to compare NaNs too."""
-    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _copy_into(target: torch.Tensor, file: Any, name: str) -> None:
@@ -384,11 +371,6 @@ def _copy_into(target: torch.Tensor, file: Any, name: str) -> None:
     if (tensor.shape, tensor.dtype) != (target.shape, target.dtype):
         raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype} for {list(target.shape)} {target.dtype}")
     target.copy_(shard_like(tensor, target))
-
-
-def _scalars(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return rates and scales of an optimizer group. Its switches depend on the device and are left out."""
-    return {k: value for k, value in group.items() if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
 _RNG_MODULES: dict[str, Any] = {"cpu": torch, "cuda": torch.cuda, "mps": torch.mps}

@@ -196,6 +196,11 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def gather_full_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
     """Gather full tensors in host memory one by one, on the ranks that keep them. Every rank must call it."""
     gathered = {}

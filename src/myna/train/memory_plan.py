@@ -162,7 +162,8 @@ def plan_memory(
         gathered = count - sum(layers) + 2 * max(layers)
         frozen += gathered * precision.compute_dtype.itemsize * shards
         # Weights are gathered in the compute type, so no cast copy is kept, however few the tokens.
-        activations = activations.without_fixed()
+        growing = [LinearBytes(0.0, part.per_token) for part in activations[1:]]
+        activations = ActivationMemory(activations.layers, *growing)
     recomputed = configured_recomputation(recipe, activations.layers)
     plan = MemoryPlan(
         precision=precision.name,
@@ -187,13 +188,9 @@ def plan_memory(
 
 def check_weights_fit(plan: MemoryPlan) -> None:
     """Raise an error, before anything is loaded, if the weights alone do not fit."""
-    weights = plan.frozen + plan.trained
-    if weights > plan.available:
-        raise TrainingError(
-            f"the weights alone take {format_bytes(weights)}, and there are {format_bytes(plan.available)}\n"
-            f"{plan.table()}",
-            hint=_last_resort(plan),
-        )
+    if (weights := plan.frozen + plan.trained) > plan.available:
+        what = f"the weights alone take {format_bytes(weights)}, and there are {format_bytes(plan.available)}"
+        raise TrainingError(f"{what}\n{plan.table()}", hint=_last_resort(plan))
 
 
 def out_of_memory_error(plan: MemoryPlan, family: Family, recipe: Recipe, device: torch.device) -> TrainingError:
@@ -269,14 +266,13 @@ def lighter_plans(
 
 
 def _last_resort(plan: MemoryPlan) -> str:
+    smaller = "--set model.source=... for a smaller model"
     if plan.optimizer_state > plan.frozen:
-        return "train a LoRA instead, --set adapt.mode=comprehensive, or use a device with more memory"
-    if plan.precision == "fp32":
+        smaller = "train a LoRA instead, --set adapt.mode=comprehensive"
+    elif plan.precision == "fp32":
         smaller = "--set train.precision=auto"
     elif plan.quantization != "nf4":
         smaller = "--set model.quantization=nf4"
-    else:
-        smaller = "--set model.source=... for a smaller model"
     return f"{smaller}, or use a device with more memory"
 
 
@@ -298,9 +294,7 @@ def available_memory(device: torch.device, root: Path = Path("/")) -> int:
 
 def peak_memory(device: torch.device) -> int:
     """Peak bytes of the device if it has its own memory, else of the process, Python included."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_process_memory()
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_process_memory()
 
 
 def format_bytes(count: int) -> str:
@@ -331,9 +325,6 @@ class LinearBytes(NamedTuple):
     fixed: float
     per_token: float
 
-    def at(self, tokens: int) -> float:
-        return self.fixed + tokens * self.per_token
-
 
 class ActivationMemory(NamedTuple):
     """Memory of a forward and backward pass, without the weights and their gradients.
@@ -356,14 +347,10 @@ class ActivationMemory(NamedTuple):
     """Memory of a layer during its recomputation, with the gradients inside it."""
 
     def total(self, tokens: int, recomputed: int) -> int:
-        outside, layer, last, layer_input, recomputing = (part.at(tokens) for part in self[1:])
+        outside, layer, last, layer_input, recomputing = (part.fixed + tokens * part.per_token for part in self[1:])
         saved = self.layers - recomputed
         first_peak = outside + (last + (saved - 1) * layer if saved else 0) + recomputed * layer_input
         return int(max(first_peak, recomputing + recomputed * layer_input) if recomputed else first_peak)
-
-    def without_fixed(self) -> ActivationMemory:
-        """Return the part that grows with the tokens."""
-        return ActivationMemory(self.layers, *(LinearBytes(0.0, part.per_token) for part in self[1:]))
 
 
 def measure_activations(
@@ -377,26 +364,23 @@ def measure_activations(
 ) -> ActivationMemory:
     """Measure the activation memory of an objective on the meta device, as it would be on `device`. Two batches, one
     twice as large, separate what grows with the tokens from what does not."""
-    fused_kernels = device.type == "cuda" and _is_ampere_or_later(device) and (objective.fused or compiled)
-    attention = _attention_kind(device, precision)
-    tokens = sum(map(len, sequences))
+    is_new = _is_ampere_or_later(device)
+    fused_kernels = device.type == "cuda" and is_new and (objective.fused or compiled)
+    attention: _AttentionKind = "grouped"
+    if device.type == "cuda" and (precision.compute_dtype == torch.float32 or not is_new):
+        attention = "math" if precision.compute_dtype == torch.float32 else "expanded"
     once, twice = (
-        _run_on_meta(
-            family,
-            objective,
-            _MetaAutocast(precision.compute_dtype, attention),
-            family.collate([*sequences] * times),
-            fused_kernels,
-        )
-        for times in (1, 2)
+        _run_on_meta(family, objective, _MetaAutocast(precision.compute_dtype, attention), batch, fused_kernels)
+        for batch in (family.collate([*sequences] * times) for times in (1, 2))
     )
+    tokens = sum(map(len, sequences))
     parts = [LinearBytes(2 * low - high, (high - low) / tokens) for low, high in zip(once, twice, strict=True)]
     return ActivationMemory(len(family.layers(objective)), *parts)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors' memory, views counted once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage_id(storage): storage.nbytes() for storage in storages}.values())
 
 
@@ -459,9 +443,8 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if torch.is_tensor(tensor):
-                self._add(tensor.untyped_storage())
+        for tensor in filter(torch.is_tensor, tree_leaves(out)):
+            self._add(tensor.untyped_storage())
         if not self.fused_kernels or func.overloadpacket.__name__ in MATMUL_OPS:
             self.peak = max(self.peak, self.live)
         return out
@@ -505,14 +488,6 @@ class _MetaAutocast(TorchFunctionMode):
 
 _AttentionKind = Literal["grouped", "expanded", "math"]
 """Kinds of attention: keys shared by heads, a copy of the keys for each head, or a matrix of all pairs."""
-
-
-def _attention_kind(device: torch.device, precision: Precision) -> _AttentionKind:
-    if device.type != "cuda":
-        return "grouped"
-    if precision.compute_dtype == torch.float32:
-        return "math"
-    return "grouped" if _is_ampere_or_later(device) else "expanded"
 
 
 def _is_ampere_or_later(device: torch.device) -> bool:

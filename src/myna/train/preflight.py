@@ -24,19 +24,12 @@ from myna.core.errors import TrainingError
 from myna.data.loader import Loader, Shard
 from myna.models.base import Batch, RenderedSequence
 from myna.models.files import format_names
+from myna.train.callbacks import preserve_rng_state
+from myna.train.distributed import local_shard
 from myna.train.loss import LossAccumulator, term_means, term_weights, weighted_loss
 from myna.train.memory_plan import MemoryPlan, format_bytes, out_of_memory_error, peak_memory
 from myna.train.optimizer import INITIAL_LOSS_SCALE, make_optimizer
-from myna.train.preflight_data import (
-    CheckContext,
-    check_evaluation_unseen,
-    check_labels_present,
-    check_no_leakage,
-    check_references_differ,
-    on_all_ranks,
-    preserve_training_state,
-    write_samples,
-)
+from myna.train.preflight_data import DATA_CHECKS, CheckContext, check_no_leakage, on_all_ranks
 from myna.train.trainer import Trainer
 
 
@@ -56,17 +49,12 @@ def run_preflight(
     # Sharded ranks must run the model together: they all look at the same samples.
     shard = Shard() if trainer.sharded else Shard(accelerator.process_index, accelerator.num_processes)
     context = CheckContext(trainer, loader, evaluation, memory, folder, log, shard)
-    with preserve_training_state(trainer):
-        for check in (
-            write_samples,
-            check_evaluation_unseen,
-            check_references_differ,
-            check_trainable_parameters,
-            check_labels_present,
-        ):
+    with _preserve_training_state(trainer):
+        for check in (*DATA_CHECKS, check_trainable_parameters):
             on_all_ranks(trainer, partial(check, context))
         initial = InitialLoss.over_ranks(on_all_ranks(trainer, partial(measure_initial_loss, context)))
-        log(initial.message)
+        per_term = ", ".join(f"{name} {loss:.2f}" for name, loss in initial.per_term(1).items())
+        log(f"before training: loss {initial.mean(1):.2f}, where chance is {initial.mean_chance:.2f} ({per_term})")
         check_loss_finite(initial, context)
         check_stop_labels(initial, context)
         if not trained:
@@ -84,9 +72,6 @@ def run_preflight(
     planned, measured = format_bytes(memory.total), format_bytes(peak)
     log(f"memory: {planned} planned, {measured} measured in two steps of the longest pass{where}")
     log(f"preflight passed in {time.perf_counter() - start:.1f} s")
-
-
-# Loss before training
 
 
 LABEL_OFFSETS = (-1, 0, 1, 2)
@@ -137,18 +122,6 @@ class InitialLoss:
     def accuracy(self) -> float:
         losses = self.by_offset[1]
         return float(losses.correct[self.decisive].sum() / losses.counts[self.decisive].sum())
-
-    @property
-    def message(self) -> str:
-        per_term = ", ".join(f"{name} {loss:.2f}" for name, loss in self.per_term(1).items())
-        return f"before training: loss {self.mean(1):.2f}, where chance is {self.mean_chance:.2f} ({per_term})"
-
-    @property
-    def table(self) -> str:
-        names = (*(self.loss_terms[k] for k in self.decisive), "mean")
-        rows = [self.per_term(offset) | {"mean": self.mean(offset)} for offset in self.by_offset]
-        lines = [f"{name:>10}" + "".join(f"{row.get(name, math.nan):9.3f}" for row in rows) for name in names]
-        return "\n".join([f"{'offset':>10}" + "".join(f"{offset:+9d}" for offset in self.by_offset), *lines])
 
 
 def measure_initial_loss(context: CheckContext) -> InitialLoss:
@@ -224,9 +197,13 @@ def check_label_alignment(loss: InitialLoss, context: CheckContext) -> None:
     if all(means[1] < means[other] and best.count(1) > best.count(other) for other in others):
         return
     lowest = min(others, key=lambda offset: means[offset])
+    shown = [row | {"mean": means[offset]} for offset, row in rows.items()]
+    lines = [f"{'offset':>10}" + "".join(f"{offset:+9d}" for offset in means)]
+    lines += [f"{name:>10}" + "".join(f"{row.get(name, math.nan):9.3f}" for row in shown) for name in (*names, "mean")]
+    table = "\n".join(lines)
     raise TrainingError(
         f"the labels are misplaced: {context.recipe.model.source} predicts them best at offset {lowest:+d} instead of "
-        f"+1\n{loss.table}",
+        f"+1\n{table}",
         hint="the family's `collate` or `render` is wrong: python -m pytest tests/models; if the model was never "
         "trained to speak, --set model.check_pretrained=false",
     )
@@ -242,9 +219,6 @@ def _micro_batches(samples: list[RenderedSequence], recipe: Recipe) -> Iterator[
             batch = []
         batch.append(sample)
     yield batch
-
-
-# Backward pass
 
 
 T = TypeVar("T")
@@ -336,7 +310,7 @@ def check_gradients(trainer: Trainer) -> None:
             if trainer.precision.may_overflow
             else "lower train.learning_rate, or find the cause with --set train.precision=fp32",
         )
-    if not any(bool(_local_shard(gradient).any()) for gradient in gradients.values() if gradient is not None):
+    if not any(bool(local_shard(gradient).any()) for gradient in gradients.values() if gradient is not None):
         raise TrainingError(
             f"all {len(gradients)} gradients are zero: nothing would be learned",
             hint="look at the weights of the loss: loss.codebook_weights, loss.text_weight, loss.audio_weight",
@@ -344,10 +318,30 @@ def check_gradients(trainer: Trainer) -> None:
 
 
 @contextmanager
+def _preserve_training_state(trainer: Trainer) -> Iterator[None]:
+    """Restore random states, module modes and gradients after the block."""
+    device = trainer.accelerator.device
+    modes = [(module, module.training) for module in trainer.objective.modules()]
+    gradients = {name: parameter.grad for name, parameter in trainer.trainable_parameters.items()}
+    with preserve_rng_state(device):
+        try:
+            for parameter in trainer.trainable_parameters.values():
+                parameter.grad = None
+            yield
+        finally:
+            for name, parameter in trainer.trainable_parameters.items():
+                parameter.grad = gradients[name]
+            for module, training in modes:
+                module.training = training
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextmanager
 def _preserve_weights(trainer: Trainer) -> Iterator[None]:
     """Restore the trained weights from host memory. The optimizer state of a resumed run waits there too, so that it
     never exists on the device together with the state of the steps inside."""
-    weights = [_local_shard(parameter.detach()) for parameter in trainer.trainable_parameters.values()]
+    weights = [local_shard(parameter.detach()) for parameter in trainer.trainable_parameters.values()]
     saved = [weight.to("cpu", copy=True) for weight in weights]
     offloaded = [
         (state, key, value.device)
@@ -373,9 +367,5 @@ def _on_sharded_ranks(trainer: Trainer, check: Callable[[], T]) -> list[T]:
     return on_all_ranks(trainer, check) if trainer.sharded else [check()]
 
 
-def _local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(_local_shard(tensor)).all())
+    return bool(torch.isfinite(local_shard(tensor)).all())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from myna.data.split import ComparedClip, find_overlap
 from myna.models.base import IGNORE_INDEX, Batch, RenderedSequence
 from myna.models.files import format_names
 from myna.models.token_view import token_view
-from myna.train.callbacks import preserve_rng_state
 from myna.train.loss import LossAccumulator
 from myna.train.memory_plan import MemoryPlan, evenly_spaced
 from myna.train.trainer import Trainer
@@ -93,29 +91,6 @@ def on_all_ranks(trainer: Trainer, check: Callable[[], T]) -> list[T]:
     return [result for result, _ in outcomes]
 
 
-@contextmanager
-def preserve_training_state(trainer: Trainer) -> Iterator[None]:
-    """Restore random states, module modes and gradients after the block."""
-    device = trainer.accelerator.device
-    modes = [(module, module.training) for module in trainer.objective.modules()]
-    gradients = {name: parameter.grad for name, parameter in trainer.trainable_parameters.items()}
-    with preserve_rng_state(device):
-        try:
-            for parameter in trainer.trainable_parameters.values():
-                parameter.grad = None
-            yield
-        finally:
-            for name, parameter in trainer.trainable_parameters.items():
-                parameter.grad = gradients[name]
-            for module, training in modes:
-                module.training = training
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-
-
-# Checks
-
-
 SHOWN_SAMPLES = 3
 """Number of samples per rank that are shown token by token."""
 COMPARED_TARGETS = 512
@@ -131,10 +106,8 @@ ROUNDING_TOLERANCE = 1e-6
 def write_samples(context: CheckContext) -> None:
     """Write samples token by token to preflight.txt in the run folder."""
     family = context.trainer.family
-    views = [
-        token_view(context.loader.sequence(target, 0), family).plain
-        for target in evenly_spaced(context.targets, SHOWN_SAMPLES)
-    ]
+    shown = evenly_spaced(context.targets, SHOWN_SAMPLES)
+    views = [token_view(context.loader.sequence(target, 0), family).plain for target in shown]
     for view in views:
         context.log(f"sample {view.splitlines()[0]}")
     if context.trainer.accelerator.is_main_process and context.folder is not None:
@@ -247,6 +220,10 @@ def check_no_leakage(context: CheckContext) -> None:
         )
 
 
+DATA_CHECKS = (write_samples, check_evaluation_unseen, check_references_differ, check_labels_present)
+"""Checks of the data that come before the first pass of the model."""
+
+
 def _same_audio(first: Codes, second: Codes) -> bool:
     shared = min(len(first), len(second))
     return abs(len(first) - len(second)) <= 2 and float((first[:shared] == second[:shared]).mean()) >= SAME_AUDIO_SHARE
@@ -254,8 +231,8 @@ def _same_audio(first: Codes, second: Codes) -> bool:
 
 def _audio_positions(sequence: RenderedSequence) -> npt.NDArray[np.int64]:
     """Return the positions of the rows of `codes`."""
-    audio = [np.arange(span.start, span.stop) for span in sequence.spans if span.kind == "audio"]
-    return np.concatenate(audio) if audio else np.empty(0, np.int64)
+    audio = (np.arange(span.start, span.stop) for span in sequence.spans if span.kind == "audio")
+    return np.concatenate([np.empty(0, np.int64), *audio])
 
 
 def _label_count(sequence: RenderedSequence) -> int:
