@@ -201,8 +201,8 @@ def test_adapters_and_merged_models_are_evaluated_and_compared(
 def test_an_adapter_of_a_model_that_answers_opens_too(tmp_path: Path) -> None:
     family = open_family(str(save_tiny_model(tmp_path / "model", answers=True)))
     adapter = changed_adapter(family, tmp_path / "adapter", train_modules=["norms"])
-    tuned = myna.load_answer_model(adapter, device="cpu").engine
-    untuned = myna.load_answer_model(family.source, device="cpu").engine
+    tuned = myna.load_answer_model(adapter, device="cpu")
+    untuned = myna.load_answer_model(family.source, device="cpu")
     assert not torch.equal(logits(tuned), logits(untuned))
 
 

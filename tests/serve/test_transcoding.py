@@ -20,10 +20,10 @@ from myna.audio.files import Samples, pcm16, read_audio
 from myna.provenance.credentials import read_credentials
 from myna.provenance.speech_log import SpeechOrigin
 from myna.serve import transcoding
-from myna.serve.engine_process import TempoFilter
 from myna.serve.schemas import AudioFormat
 from myna.serve.speech_routes import _finished_file
 from myna.serve.transcoding import MEDIA_TYPES, AudioEncoder, UploadDecoder, encode_whole
+from myna.speak.streaming import TempoFilter
 from tests.serve.decoding import RATE, decode
 
 
@@ -135,8 +135,8 @@ def test_a_streamed_wav_is_read_by_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("speed", [0.25, 0.5, 0.8, 1.5, 4.0])
 def test_a_tempo_keeps_the_pitch(speed: float) -> None:
     tempo, samples = TempoFilter(speed, RATE), tone(2.0)
-    pieces = [tempo.push(piece) for piece in np.split(samples, [5, 960, 20_000, 20_001])]
-    changed = np.concatenate([*pieces, tempo.finish()])
+    pieces = [tempo.push(piece, last=False) for piece in np.split(samples, [5, 960, 20_000, 20_001])]
+    changed = np.concatenate([*pieces, tempo.push(samples[:0], last=True)])
     assert len(changed) == pytest.approx(len(samples) / speed, rel=0.06)
     part = changed[len(changed) // 4 : len(changed) // 4 + RATE // 10]
     crossings = int((np.diff(part > 0)).sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from threading import Thread
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from myna.speak.batch import HOLD_SECONDS, LEAD_SECONDS, RunningRequest, SpeechB
 from myna.speak.engine import Engine, Speech
 from myna.speak.loading import load_engine
 from myna.speak.request import SpeechRequest
+from myna.speak.streaming import TempoFilter
 
 TEXTS = ("hello", "a", "what a long sentence this is", "two words", "a third one", "x y z")
 LONG = " ".join(f"Sentence number {number} is here to be spoken slowly." for number in range(12))
@@ -141,26 +143,12 @@ def test_a_request_that_does_not_fit_fails_alone(engine: Engine) -> None:
     assert np.array_equal(samples["fine"], spoken(engine, make_plan(engine, "hello")).samples)
 
 
-class Tail:
-    """Filter that holds half of its samples back until the end."""
-
-    def __init__(self) -> None:
-        self.held = np.zeros(0, np.float32)
-
-    def push(self, samples: Samples) -> Samples:
-        together = np.concatenate([self.held, samples])
-        self.held = together[len(together) // 2 :]
-        return together[: len(together) // 2]
-
-    def finish(self) -> Samples:
-        return self.held
-
-
-def test_filters_lose_nothing(engine: Engine) -> None:
+def test_a_changed_tempo_loses_nothing(engine: Engine) -> None:
     batch = engine.open_batch(1, 512)
-    plan = make_plan(engine, "hello")
-    batch.submit(plan, id="filtered", filters=[Tail(), Tail()])
-    assert np.array_equal(join(finish(batch))[0]["filtered"], spoken(engine, plan).samples)
+    plan = make_plan(engine, "hello", seconds=2)
+    batch.submit(replace(plan, request=replace(plan.request, speed=0.8)), id="slow")
+    expected = TempoFilter(0.8, engine.codec.sample_rate).push(spoken(engine, plan).samples, last=True)
+    assert np.array_equal(join(finish(batch))[0]["slow"], expected)
 
 
 def test_streams_are_marked_as_their_files_are(engine: Engine) -> None:

@@ -15,7 +15,7 @@ from filelock import FileLock
 import myna
 from myna.audio.files import AUDIO_FORMATS, read_audio, write_audio
 from myna.core.errors import OutputError, SpeakError
-from myna.speak.lines import SPOKEN_FILE, SpeechLine, SpokenLines, read_lines
+from myna.speak.lines import SPOKEN_FILE, SpeechLine, SpokenLines, open_lines
 from myna.speak.request import SpeechRequest, read_reference
 
 
@@ -34,7 +34,7 @@ def written(folder: Path, name: str, *lines: Any) -> Path:
 
 
 def read(file: Path) -> list[SpeechLine]:
-    return read_lines(file, file.parent / "media", SpeechRequest(""))
+    return open_lines(file, file.parent / "out", SpeechRequest(""), suffix=".wav", force=False)
 
 
 def test_text_is_one_line_each(folder: Path) -> None:
@@ -126,7 +126,7 @@ def test_clips_within_chatml_are_written_down(folder: Path) -> None:
     }
     sample = {"messages": [message("user", "I am Anna."), message("assistant", raw), message("user", "Hello.")]}
     (line,) = read(written(folder, "l.jsonl", sample))
-    assert line.request.recordings[0].file.parent == folder / "media"
+    assert line.request.recordings[0].file.parent == folder / "out" / "media"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from myna.data.conversation import AudioClip, Conversation, Reference
 from myna.models import open_family, save_tiny_model
 from myna.models.base import RenderedSequence, require_speaking
 from myna.speak.batch import SpeechPlan
-from myna.speak.engine import Engine
+from myna.speak.engine import Engine, SpeechStream
 from myna.speak.request import SpeechRequest
 from myna.text.sentences import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, voice_pace
 
@@ -112,7 +112,7 @@ def test_each_segment_continues_the_conversation(engine: Engine, conversations: 
     first, second, third = plan.segments[:3]
     del conversations[1:-1]
     with ending(engine, 4, 12 + 5):  # eight codebooks end one after another
-        batch = engine._batch_of(1, plan.max_positions)
+        batch = engine.batch_of(1, plan.max_positions)
         running = batch.start(plan)
         while len(running._finished) < 2:
             batch.step()
@@ -160,7 +160,7 @@ def test_the_clip_is_the_joined_codes_and_a_stream_has_its_samples(engine: Engin
     plan = engine.plan(SpeechRequest(TEXT, (reference(),), max_seconds=1.2, seed=3))
     speech = speak(engine, plan)
     assert np.array_equal(speech.samples, engine.codec.decode(speech.codes)), "one clip: no boundary of its own"
-    stream = engine.stream_plan(plan)
+    stream = SpeechStream(engine, plan)
     pieces = list(stream)
     assert len(plan.segments) > 2 and len(pieces) > 2
     assert np.array_equal(np.concatenate(pieces), speech.samples)
@@ -183,7 +183,7 @@ def test_a_context_that_does_not_fit_is_left_out(engine: Engine, conversations: 
 
 def test_takes_share_a_prompt_and_are_what_their_seeds_say(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = engine.plan(SpeechRequest("hello there", **SHORT))
-    engine._batch_of(3, plan.max_positions)
+    engine.batch_of(3, plan.max_positions)
     assert engine._batch is not None
     decoder, prefills = engine._batch.scheduler.decoder, list[int]()
     prefill = decoder.prefill

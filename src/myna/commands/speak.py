@@ -27,7 +27,7 @@ from myna.commands.options import (
 )
 from myna.core.errors import ReferenceWarning, SpeakError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER
-from myna.speak.options import SpeechOptions
+from myna.speak import SpeechOptions
 
 if TYPE_CHECKING:
     from myna.data.codec import Codes
@@ -77,7 +77,7 @@ def load_answer_model(
     """Open a model that answers in words, as `load` opens one that speaks."""
     from myna.speak.answering import AnswerModel
 
-    return AnswerModel.open(model_ref(source, model), device=device, batch_size=batch_size)
+    return AnswerModel(model_ref(source, model), device=device, batch_size=batch_size)
 
 
 def model_ref(source: PathLike, base: str | None) -> ModelRef:
@@ -263,7 +263,7 @@ def _(
     if folder is not None and out is not None:
         for file in (Path(out), AnswerModel.scores_file(out)):
             check_output_file(file, inputs=folder.rglob("*"), force=force)
-    answerer = AnswerModel.open(ModelRef.from_options(run, model), device=device, batch_size=batch_size)
+    answerer = AnswerModel(ModelRef.from_options(run, model), device=device, batch_size=batch_size)
     if folder is None or out is None:
         with progress_bars() as progress:
             answers = answerer.answer_all(

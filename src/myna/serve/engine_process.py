@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,13 +26,16 @@ from myna.audio.files import Samples, pcm16
 from myna.core.errors import ConfigError, MynaError, SpeakError
 from myna.data.codec import Codec
 from myna.data.conversation import AudioClip, Reference
+from myna.models.base import AnsweringFamily
+from myna.models.ref import ModelRef
 from myna.provenance.credentials import check_installed
 from myna.provenance.watermark import MARK_NAME, StreamWatermark
 from myna.serve import messages
 from myna.serve.messages import AudioPiece, EngineInfo, EngineMessage, EngineSettings, Failure, RequestEnd, RequestEvent
-from myna.speak.answering import AnswerEngine, AudioQuestion
+from myna.speak.answering import AnswerModel, AudioQuestion
 from myna.speak.batch import MAX_CONTEXT_SECONDS, RunningRequest, SpeechPlan, SpokenSegment
 from myna.speak.engine import Engine, encode_clip
+from myna.speak.loading import load_engine
 from myna.speak.request import SpeechRequest
 from myna.text.normalization import normalise_text
 
@@ -80,52 +83,6 @@ class ReferenceEncoder:
             else:
                 clip.set_result(AudioClip(id, codes))
             del clip, samples  # not kept until the next comes
-
-
-MIN_FACTOR = 0.5
-"""Smallest factor of one atempo filter; slower speech goes through two."""
-
-
-class TempoFilter:
-    """Change of tempo by 0.25 to 4 without a change of pitch: a `SampleFilter` with FFmpeg's atempo."""
-
-    def __init__(self, speed: float, sample_rate: int) -> None:
-        import av
-        import av.filter
-
-        self._frame, self._sample_rate, self._pts = av.AudioFrame, sample_rate, 0
-        self._graph = graph = av.filter.Graph()
-        source = graph.add_abuffer(format="flt", sample_rate=sample_rate, layout="mono", time_base=None)
-        factors = [MIN_FACTOR, speed / MIN_FACTOR] if speed < MIN_FACTOR else [speed]
-        last: Any = source
-        for factor in factors:
-            tempo = graph.add("atempo", f"{factor:.6f}")
-            last.link_to(tempo)
-            last = tempo
-        last.link_to(graph.add("abuffersink"))
-        graph.configure()
-
-    def push(self, samples: Samples) -> Samples:
-        if len(samples):
-            frame = self._frame.from_ndarray(np.ascontiguousarray(samples[None]), format="flt", layout="mono")
-            frame.sample_rate, frame.pts = self._sample_rate, self._pts
-            self._pts += len(samples)
-            self._graph.push(frame)
-        return self._pull()
-
-    def finish(self) -> Samples:
-        self._graph.push(None)
-        return self._pull()
-
-    def _pull(self) -> Samples:
-        import av
-
-        pieces = [np.zeros(0, np.float32)]
-        while True:
-            try:
-                pieces.append(np.asarray(self._graph.pull().to_ndarray(), np.float32).reshape(-1))
-            except (av.BlockingIOError, av.EOFError):
-                return np.concatenate(pieces)
 
 
 REPORT_SECONDS = 0.25
@@ -214,16 +171,11 @@ def _attempt(id: str, action: Callable[[], list[RequestEvent]]) -> list[RequestE
 
 def open_worker(settings: EngineSettings) -> SpeechWorker | AnswerWorker:
     """Load and warm up the model of the settings: one that speaks, or one that answers."""
-    from myna.models.base import AnsweringFamily
-    from myna.models.ref import ModelRef
-    from myna.speak.answering import load_answer_engine
-    from myna.speak.loading import load_engine
-
     ref = ModelRef.find(settings.source, settings.model)
     if isinstance(ref.open_family(settings.codec), AnsweringFamily):
         if settings.adapters:
             raise ConfigError("a model that answers takes no adapters", hint="serve the run itself: myna serve RUN")
-        return AnswerWorker(load_answer_engine(ref, device=settings.device))
+        return AnswerWorker(AnswerModel(ref, device=settings.device))
     engine = load_engine(
         ref,
         codec=settings.codec,
@@ -257,7 +209,7 @@ class SpeechWorker:
             torch.set_num_threads(1)
         if settings.watermark:
             check_installed()
-        self._device = device
+        self._device, self._marks = device, settings.watermark
         self._batch = engine.open_batch(settings.rows, settings.positions, adapter_rank=settings.adapter_rank)
         for name, source in settings.adapters.items():
             engine.load_adapter(name, source)
@@ -265,7 +217,7 @@ class SpeechWorker:
         self._encoding: dict[str, _Encoding] = {}
         self._running: dict[str, RunningRequest] = {}
         self._sessions: dict[str, list[SpokenSegment]] = {}
-        self._warm_up(marked=settings.watermark)
+        self._warm_up()
         self.info = EngineInfo(
             sample_rate=engine.codec.sample_rate,
             adapters=engine.adapters,
@@ -289,14 +241,14 @@ class SpeechWorker:
     def adapters(self) -> tuple[str, ...]:
         return self._engine.adapters
 
-    def _warm_up(self, *, marked: bool) -> None:
+    def _warm_up(self) -> None:
         """Encode a second, and speak prompts of several lengths in every number of slots, to compile, capture and
         load."""
         self._encoder.encode(np.zeros(self._engine.codec.sample_rate, np.float32)).result()
         batch, frame = self._batch, 1 / self._engine.codec.frame_rate
         for number in range(batch.slots):
             text = WARM_UP_TEXTS[number % len(WARM_UP_TEXTS)]
-            request = SpeechRequest(text, max_seconds=(number + 1.5) * frame, watermark=marked)
+            request = SpeechRequest(text, max_seconds=(number + 1.5) * frame, watermark=self._marks)
             batch.submit(self._engine.plan(request, split=False), watermark=self._watermark(request))
         while batch.busy:
             batch.step()
@@ -341,12 +293,9 @@ class SpeechWorker:
 
     def _submit(self, waiting: _Encoding) -> list[RequestEvent]:
         """Queue a request whose references are encoded, in its place."""
-        request, rate = waiting.request, self._engine.codec.sample_rate
-        plan = self._plan(request, [clip.result() for clip in waiting.clips])
-        filters = [TempoFilter(request.speed, rate)] if request.speed != 1.0 else []
-        self._running[waiting.id] = self._batch.submit(
-            plan, id=waiting.id, filters=filters, watermark=self._watermark(request), place=waiting.place
-        )
+        plan = self._plan(waiting.request, [clip.result() for clip in waiting.clips])
+        watermark = self._watermark(waiting.request)
+        self._running[waiting.id] = self._batch.submit(plan, id=waiting.id, watermark=watermark, place=waiting.place)
         return []
 
     def _report(self, running: RunningRequest) -> list[RequestEvent]:
@@ -395,19 +344,15 @@ class SpeechWorker:
 class AnswerWorker:
     """Worker of a model that answers questions about recordings, as many at a time as its batch holds."""
 
-    def __init__(self, engine: AnswerEngine) -> None:
-        self._engine, self._waiting = engine, list[messages.AnswerMessage]()
-        device = str(next(engine.model.parameters()).device)
-        self.info = EngineInfo(sample_rate=engine.encoder.sample_rate, device=device, answers=True)
-        self.adapters: tuple[str, ...] = ()
+    def __init__(self, model: AnswerModel) -> None:
+        self._model, self._waiting = model, list[messages.AnswerMessage]()
+        device = str(next(model.model.parameters()).device)
+        self.info = EngineInfo(sample_rate=model.encoder.sample_rate, device=device, answers=True)
+        self.adapters, self.speaking = tuple[str, ...](), 0
 
     @property
     def busy(self) -> bool:
         return bool(self._waiting)
-
-    @property
-    def speaking(self) -> int:
-        return 0
 
     @property
     def waiting(self) -> int:
@@ -416,7 +361,7 @@ class AnswerWorker:
     def handle(self, message: EngineMessage) -> list[RequestEvent]:
         match message:
             case messages.AnswerMessage():
-                if len(message.samples) < self._engine.encoder.hop:
+                if len(message.samples) < self._model.encoder.hop:
                     raise SpeakError("the recording is shorter than one frame", hint="send a recording of speech")
                 self._waiting.append(message)
             case messages.CancelMessage():
@@ -432,17 +377,14 @@ class AnswerWorker:
 
     def step(self) -> list[RequestEvent]:
         """Answer waiting questions that ask for the same kind of answer as the first."""
-        from myna.data.pronunciation import answer_grammar
-
-        first, engine = self._waiting[0], self._engine
+        first, model = self._waiting[0], self._model
         kind = first.max_tokens, first.constrained
-        batch = [one for one in self._waiting if (one.max_tokens, one.constrained) == kind][: engine.batch_size]
+        batch = [one for one in self._waiting if (one.max_tokens, one.constrained) == kind][: model.batch_size]
         ids = {one.id for one in batch}
         self._waiting = [one for one in self._waiting if one.id not in ids]
-        engine.grammar = answer_grammar() if first.constrained else None
         try:
-            questions = [AudioQuestion(one.id, encode_clip(engine.encoder, one.samples), one.question) for one in batch]
-            answers = list(engine.answer(questions, first.max_tokens))
+            questions = [AudioQuestion(one.id, encode_clip(model.encoder, one.samples), one.question) for one in batch]
+            answers = list(model.answer_questions(questions, first.max_tokens, constrained=first.constrained))
         except MynaError as error:
             return [RequestEnd(one.id, failure=Failure.of(error)) for one in batch]
         return [

@@ -7,28 +7,23 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from torch import nn
+from typing import Any, NamedTuple
 
 from myna.audio.files import read_audio
 from myna.core.device import pick_device
 from myna.core.errors import DataError, SpeakError
 from myna.core.io import check_output_file, save_text
 from myna.core.progress import ProgressCallback, silent
-from myna.data.codec import Codes, Encoder
+from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, answer_conversation
 from myna.data.dataset import PreparedDataset
 from myna.data.pronunciation import DEFAULT_QUESTION, AssessmentTable, answer_grammar, assessment_table
 from myna.data.split import ComparedClip, TrainedClips
-from myna.models.base import Family, GeneratedAnswer, require_answering
+from myna.models.base import GeneratedAnswer, require_answering
 from myna.models.files import format_names
+from myna.models.ref import ModelRef
 from myna.speak.engine import encode_clip
 from myna.speak.loading import check_trained_with, load_model_weights
-
-if TYPE_CHECKING:
-    from myna.core.config import Recipe
-    from myna.models.ref import ModelRef
 
 PathLike = str | os.PathLike[str]
 
@@ -82,65 +77,34 @@ def trained_warnings(trained_on: Mapping[str, str | None]) -> list[str]:
     ]
 
 
-class AnswerEngine:
-    """A model that answers, with its audio encoder. Answers do not depend on `batch_size`. With a Lark `grammar`, such
-    as `answer_grammar()`, they follow it."""
+class AnswerModel:
+    """A model that answers questions about recordings in words, made by `load_answer_model`. Answers do not depend on
+    `batch_size`."""
 
-    grammar: str | None = None
+    def __init__(self, ref: ModelRef, *, device: str = "auto", batch_size: int = 16) -> None:
+        """Load a run, an adapter or a model that answers."""
+        target = pick_device(device)
+        loaded = load_model_weights(ref, None, target, target)
+        self.encoder = loaded.family.load_encoder(device=loaded.device)
+        check_trained_with(loaded, self.encoder)
+        self.family, self.model = require_answering(loaded.family), loaded.weights.eval()
+        self.batch_size, self._recipe = batch_size, ref.run.recipe if ref.run is not None else None
 
-    def __init__(self, family: Family, model: nn.Module, encoder: Encoder, batch_size: int = 16) -> None:
-        self.family, self.model = require_answering(family), model.eval()
-        self.encoder, self.batch_size = encoder, batch_size
-
-    def recording(self, path: Path, question: str) -> AudioQuestion:
-        samples = read_audio(path, sample_rate=self.encoder.sample_rate)
-        if len(samples) < self.encoder.hop:
-            raise SpeakError(f"{path} is shorter than one frame", hint="give a recording of speech")
-        return AudioQuestion(str(path), encode_clip(self.encoder, samples), question)
-
-    def dataset_questions(self, dataset: PreparedDataset) -> list[AudioQuestion]:
-        """Return the clips of a prepared folder that have an answer."""
-        table = dataset.table
-        return [
-            AudioQuestion(table.id[row].as_py(), dataset.codes_at(row), table.question.value_at(row))
-            for row in range(len(table))
-            if table.answer[row].as_py()
-        ]
-
-    def answer(
-        self, questions: Sequence[AudioQuestion], max_tokens: int, on_answer: Callable[[int], None] | None = None
+    def answer_questions(
+        self,
+        questions: Sequence[AudioQuestion],
+        max_tokens: int,
+        *,
+        constrained: bool,
+        progress: ProgressCallback = silent,
     ) -> Iterator[GeneratedAnswer]:
+        """Answer questions about encoded recordings, in batches."""
+        grammar = answer_grammar() if constrained else None
         for start in range(0, len(questions), self.batch_size):
             batch = questions[start : start + self.batch_size]
             conversations = (answer_conversation(text, AudioClip(id, codes), id=id) for id, codes, text in batch)
-            yield from self.family.answer(
-                self.model, [self.family.render(one) for one in conversations], max_tokens, self.grammar
-            )
-            if on_answer is not None:
-                on_answer(start + len(batch))
-
-
-def load_answer_engine(ref: ModelRef, *, device: str) -> AnswerEngine:
-    """Load the engine of a model that answers in words."""
-    target = pick_device(device)
-    loaded = load_model_weights(ref, None, target, target)
-    encoder = loaded.family.load_encoder(device=loaded.device)
-    check_trained_with(loaded, encoder)
-    return AnswerEngine(loaded.family, loaded.weights, encoder)
-
-
-class AnswerModel:
-    """A model that answers questions about recordings in words. Made by `load_answer_model`."""
-
-    def __init__(self, engine: AnswerEngine, recipe: Recipe | None = None) -> None:
-        self.engine, self.recipe = engine, recipe
-
-    @classmethod
-    def open(cls, ref: ModelRef, *, device: str = "auto", batch_size: int = 16) -> AnswerModel:
-        """Load a run, an adapter or a model that answers."""
-        engine = load_answer_engine(ref, device=device)
-        engine.batch_size = batch_size
-        return cls(engine, ref.run.recipe if ref.run is not None else None)
+            yield from self.family.answer(self.model, list(map(self.family.render, conversations)), max_tokens, grammar)
+            progress("answering", start + len(batch), len(questions))
 
     def answer(
         self, recording: PathLike, question: str | None = None, *, max_tokens: int = 512, constrained: bool = False
@@ -159,11 +123,13 @@ class AnswerModel:
         progress: ProgressCallback = silent,
     ) -> list[GeneratedAnswer]:
         """Answer one question about many recordings, in batches."""
-        text = question if question is not None else DEFAULT_QUESTION
-        self._constrain(constrained)
-        clips = [self.engine.recording(Path(recording), text) for recording in recordings]
-        report = lambda done: progress("answering", done, len(clips))  # noqa: E731
-        return list(self.engine.answer(clips, max_tokens, report))
+        text, clips = question if question is not None else DEFAULT_QUESTION, list[AudioQuestion]()
+        for path in map(Path, recordings):
+            samples = read_audio(path, sample_rate=self.encoder.sample_rate)
+            if len(samples) < self.encoder.hop:
+                raise SpeakError(f"{path} is shorter than one frame", hint="give a recording of speech")
+            clips.append(AudioQuestion(str(path), encode_clip(self.encoder, samples), text))
+        return list(self.answer_questions(clips, max_tokens, constrained=constrained, progress=progress))
 
     def answer_dataset(
         self,
@@ -180,17 +146,21 @@ class AnswerModel:
         for file in (Path(out), self.scores_file(out)):
             check_output_file(file, inputs=Path(data).rglob("*"), force=force)
         dataset = PreparedDataset.open(Path(data))
-        clips = self.engine.dataset_questions(dataset)
+        table = dataset.table
+        clips = [
+            AudioQuestion(table.id[row].as_py(), dataset.codes_at(row), table.question.value_at(row))
+            for row in range(len(table))
+            if table.answer[row].as_py()
+        ]
         if not clips:
             raise DataError(f"{data} has no answers to compare with", hint="prepare it from recordings with scores")
-        self._constrain(constrained)
-        expected = dict(zip(dataset.table.id.to_pylist(), dataset.table.answer.to_pylist(), strict=True))
-        report = lambda done: progress("answering", done, len(clips))  # noqa: E731
+        expected = dict(zip(table.id.to_pylist(), table.answer.to_pylist(), strict=True))
+        answers = self.answer_questions(clips, max_tokens, constrained=constrained, progress=progress)
         rows = [
             {"id": clip.id, "answer": answer.text, "expected": expected[clip.id], "stopped": answer.stopped}
-            for clip, answer in zip(clips, self.engine.answer(clips, max_tokens, report), strict=True)
+            for clip, answer in zip(clips, answers, strict=True)
         ]
-        utterances = [dataset.table.utterance(index) for index in map(dataset.find, expected) if index is not None]
+        utterances = [table.utterance(index) for index in map(dataset.find, expected) if index is not None]
         trained_on, notes = self._trained_on(
             lambda _: [ComparedClip(one.id, one.speaker, one.text, dataset.key(one)) for one in utterances]
         )
@@ -222,14 +192,11 @@ class AnswerModel:
         self, clips: Callable[[TrainedClips], list[ComparedClip]]
     ) -> tuple[dict[str, str], tuple[str, ...]]:
         """Return why each clip counts as trained on, empty if it does not, by id; and a note if that is not known."""
-        if self.recipe is None:
+        if self._recipe is None:
             return {}, ()
         try:
-            trained = TrainedClips.open(self.recipe)
+            trained = TrainedClips.open(self._recipe)
         except DataError as error:
             return {}, (f"whether the run was trained on these recordings cannot be told: {error.what}",)
         compared = clips(trained)
         return {clip.id: "" for clip in compared} | trained.find(compared), ()
-
-    def _constrain(self, constrained: bool) -> None:
-        self.engine.grammar = answer_grammar() if constrained else None

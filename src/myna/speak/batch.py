@@ -11,12 +11,12 @@ import heapq
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from textwrap import shorten
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,11 +24,11 @@ from myna.audio.files import join_samples
 from myna.core.errors import MynaError
 from myna.data.codec import Codes, PendingSamples, Samples
 from myna.data.conversation import Reference
-from myna.models.base import RenderedSequence, Sampling, SpeechDecoder
+from myna.models.base import RenderedSequence, Sampling
 from myna.provenance.watermark import StreamWatermark, mark_streams
 from myna.speak.request import FinishReason, SpeechRequest
 from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, Generation, request_sampling
-from myna.speak.streaming import CodeStream, decode_streams, warm_up
+from myna.speak.streaming import CodeStream, TempoFilter, decode_streams, warm_up
 
 if TYPE_CHECKING:
     from myna.speak.engine import Engine
@@ -84,16 +84,6 @@ class SpeechPlan:
         return replace(self, request=self.request.take(number), sampling=sampling)
 
 
-class SampleFilter(Protocol):
-    """Change of the samples of one request before they are marked and given out, such as another tempo."""
-
-    def push(self, samples: Samples, /) -> Samples:
-        """Take the next samples, and return those that are ready."""
-
-    def finish(self) -> Samples:
-        """Return the last samples."""
-
-
 class RunningRequest:
     """One request in the batch: its segments, its codes, and its samples as they are decoded. A prompt holds the
     references and the last segment before it. Without a reference it holds the first segment too, which then sets the
@@ -106,7 +96,6 @@ class RunningRequest:
         *,
         id: str = "",
         streamed: bool = True,
-        filters: Sequence[SampleFilter] = (),
         watermark: StreamWatermark | None = None,
     ) -> None:
         self.plan, self.id, self.watermark = plan, id, watermark
@@ -119,14 +108,17 @@ class RunningRequest:
         """Whether no more codes and samples come."""
         self.playback_ends: float | None = None
         """Time at which a client that plays at once has played all that it was given."""
-        self._engine, self._codec, self._filters = engine, engine.codec, filters
+        self._engine, self._codec = engine, engine.codec
+        speed = plan.request.speed
+        self._tempo = TempoFilter(speed, engine.codec.sample_rate) if streamed and speed != 1.0 else None
         self._scheduler: BatchScheduler | None = None
         self._finished: list[Codes] = []
         self._context: list[SpokenSegment] = []
         """The first segment that succeeded, and the last."""
         self._was_cut = self.cancelled = False
         self._current: Generation | None = None
-        self._samples: list[Samples] = []
+        self.samples: list[Samples] = []
+        """Samples that `take_samples` has not returned yet."""
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -141,8 +133,19 @@ class RunningRequest:
         return self.cancelled or (self._current is None and self._scheduler is not None)
 
     @property
+    def decoded(self) -> bool:
+        """Whether the codec was given the last window."""
+        return self.windows is not None and self.windows.finished
+
+    @property
     def held(self) -> bool:
+        """Whether steps may leave this request out."""
         return self._current is not None and self._current.held
+
+    @held.setter
+    def held(self, held: bool) -> None:
+        if self._current is not None:
+            self._current.held = held
 
     @property
     def frames(self) -> int:
@@ -161,7 +164,7 @@ class RunningRequest:
 
     def take_samples(self) -> Samples:
         """Return the samples that have come since the last call."""
-        taken, self._samples = self._samples, []
+        taken, self.samples = self.samples, []
         return join_samples(taken)
 
     # For the batch.
@@ -190,11 +193,6 @@ class RunningRequest:
         if len(self._finished) < len(self.plan.segments):
             self._current = self._submit(self._next_prompt())
 
-    def hold(self, held: bool) -> None:
-        """Allow steps to leave this request out, or no longer."""
-        if self._current is not None:
-            self._current.held = held
-
     def cancel(self, error: MynaError | None = None) -> None:
         """Give the slot back with the next step."""
         self.cancelled, self.error = True, error
@@ -214,18 +212,9 @@ class RunningRequest:
         ready, missing = self.windows.outlook(self.frames)
         return self.lead(now) + ready / self._codec.frame_rate - missing * FRAME_SECONDS
 
-    def filtered(self, samples: Samples, *, last: bool) -> Samples:
-        """Pass samples through the filters, one after another; `last` flushes each into the next."""
-        for one in self._filters:
-            samples = one.push(samples)
-            if last:
-                samples = np.concatenate([samples, one.finish()])
-        return samples
-
-    def give(self, samples: Samples) -> None:
-        """Add samples for `take_samples`."""
-        if len(samples):
-            self._samples.append(samples)
+    def at_tempo(self, samples: Samples) -> Samples:
+        """Return the next samples at the tempo of the request."""
+        return samples if self._tempo is None else self._tempo.push(samples, last=self.decoded)
 
     def _submit(self, prompt: RenderedSequence) -> Generation:
         assert self._scheduler is not None
@@ -261,13 +250,17 @@ class SpeechBatch:
     def __init__(
         self,
         engine: Engine,
-        decoder: SpeechDecoder,
+        slots: int,
+        positions: int,
         *,
         paced: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine: Engine = weakref.proxy(engine)  # which keeps its batch, and must be freed with its last user
         self._codec, self._paced, self._clock = engine.codec, paced, clock
+        with engine.computing():
+            loaded = engine.adapter_slots
+            decoder = engine.family.speech_decoder(engine.model, slots, positions, loaded, exact=engine.exact)
         self.scheduler = BatchScheduler(decoder)
         self._inbox: SimpleQueue[tuple[int, int, RunningRequest] | RunningRequest] = SimpleQueue()
         """Requests that were submitted, or cancelled, since the last step."""
@@ -334,12 +327,11 @@ class SpeechBatch:
         plan: SpeechPlan,
         *,
         id: str = "",
-        filters: Sequence[SampleFilter] = (),
         watermark: StreamWatermark | None = None,
         place: int | None = None,
     ) -> RunningRequest:
         """Queue a request. A lower priority comes first, then a lower place. Its failure ends this request alone."""
-        running = RunningRequest(self._engine, plan, id=id, filters=filters, watermark=watermark)
+        running = RunningRequest(self._engine, plan, id=id, watermark=watermark)
         self._inbox.put((plan.request.priority, self.reserve() if place is None else place, running))
         return running
 
@@ -430,10 +422,10 @@ class SpeechBatch:
             # Those that were held stay so for a while: to hold another means to move slots.
             ahead.sort(key=itemgetter(0, 1))
         for running in self._held:
-            running.hold(False)
+            running.held = False
         self._held = [running for _, _, running in ahead[:allowed]]
         for running in self._held:
-            running.hold(True)
+            running.held = True
 
     def _follow(self) -> None:
         """Continue with the next segments of texts, if one has ended."""
@@ -475,14 +467,14 @@ class SpeechBatch:
         self._decoding = None
         with self._engine.threads():  # for the watermark too, which computes as little at a time as the model
             decoded = [
-                (running, running.filtered(samples, last=_is_last(running)))
+                (running, running.at_tempo(samples))
                 for running, samples in zip(requests, pending(), strict=True)
                 if not running.cancelled
             ]
             marks = [running.watermark for running, _ in decoded if running.watermark is not None]
             for running, samples in decoded:
                 if running.watermark is not None:
-                    running.watermark.add(samples, last=_is_last(running))
+                    running.watermark.add(samples, last=running.decoded)
             marked = iter(mark_streams(marks))
         for running, samples in decoded:
             self._give_out(running, samples if running.watermark is None else next(marked))
@@ -491,18 +483,18 @@ class SpeechBatch:
         """Give out samples of a request; in a crowd, the first ones only when there are enough of them."""
         if running in self._unsent:
             samples = np.concatenate([self._unsent.pop(running), samples])
-        is_last = _is_last(running)
         if self._paced:
             now, rate = self._clock(), self._codec.sample_rate
             is_early = running.playback_ends is None and len(samples) < self._start_seconds(now) * rate
-            if is_early and not is_last:
+            if is_early and not running.decoded:
                 self._unsent[running] = samples
                 return
             if len(samples):
                 start = running.playback_ends if running.playback_ends is not None else now
                 running.playback_ends = start + len(samples) / rate
-        running.give(samples)
-        if is_last:
+        if len(samples):
+            running.samples.append(samples)
+        if running.decoded:
             self._running.remove(running)
             if running.playback_ends is not None:
                 heapq.heappush(self._played_until, running.playback_ends)
@@ -518,7 +510,3 @@ class SpeechBatch:
         listening = spoken + len(self._played_until)
         enough = (seconds for many, crowd, seconds in START_SECONDS if spoken >= many or listening >= crowd)
         return next(enough, 0.0)
-
-
-def _is_last(running: RunningRequest) -> bool:
-    return running.windows is not None and running.windows.finished

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,9 @@ from myna.audio.files import pcm16, write_audio
 from myna.core.errors import ReferenceWarning, SpeakError
 from myna.core.io import check_output_file
 from myna.data.codec import Codec, Codes, Encoder, Samples
-from myna.data.conversation import AudioClip, Conversation, Reference, ReferencePlacement, Turn, speech_conversation
+from myna.data.conversation import AudioClip, Reference, ReferencePlacement, Turn, speech_conversation
 from myna.data.manifest import SPEAKER_TAG
-from myna.models.base import AdapterSlots, Family, RenderedSequence, SpeechDecoder, require_speaking
+from myna.models.base import AdapterSlots, Family, RenderedSequence, require_speaking
 from myna.models.files import WeightsMetadata
 from myna.models.ref import ModelRef
 from myna.provenance.credentials import write_speech
@@ -75,12 +75,13 @@ class Speech:
 
     def save(self, path: Path | str, *, force: bool = False) -> Path:
         """Write an audio file, in the format of its name. An existing file is replaced only with `force`."""
-        check_output_file(Path(path), force=force)
+        file = Path(path)
+        check_output_file(file, force=force)
         if self.origin is None:
-            write_audio(Path(path), self.samples, self.sample_rate)
+            write_audio(file, self.samples, self.sample_rate)
         else:
-            write_speech(Path(path), self.samples, self.sample_rate, self.origin)
-        return Path(path)
+            write_speech(file, self.samples, self.sample_rate, self.origin)
+        return file
 
     def _repr_html_(self) -> str:
         content = io.BytesIO()
@@ -91,16 +92,6 @@ class Speech:
             file.writeframes(pcm16(self.samples))
         encoded = base64.b64encode(content.getvalue()).decode()
         return f'<audio controls src="data:audio/wav;base64,{encoded}"></audio>'
-
-
-class LoadedAdapter(NamedTuple):
-    """An adapter that requests may name."""
-
-    name: str
-    effect: float
-    """Largest change of a logit of a test prompt."""
-    base_checked: bool
-    """Whether the weights of its base model could be compared with those it was trained on."""
 
 
 class Engine:
@@ -129,7 +120,7 @@ class Engine:
         self.reference_placement, self.autocast, self.scene = reference_placement, autocast, scene
         self.max_rows, self.exact, self.max_adapters = max_rows, exact, max_adapters
         self._batch: SpeechBatch | None = None
-        self._adapter_slots: AdapterSlots | None = None
+        self.adapter_slots: AdapterSlots | None = None
         self._adapters: dict[str, WeightsMetadata] = {}
         self._adapter_hashes: dict[str, str] = {}
         self.tuned_with = ""
@@ -143,9 +134,9 @@ class Engine:
         """Names of the loaded adapters."""
         return tuple(self._adapters)
 
-    def load_adapter(self, name: str, source: str | os.PathLike[str]) -> LoadedAdapter:
+    def load_adapter(self, name: str, source: str | os.PathLike[str]) -> float:
         """Load the LoRA of a run, or an adapter, beside the model's own weights, for requests that name it. Other
-        requests continue. An adapter that does not change the logits of a test prompt is refused."""
+        requests continue. Return the largest change of a logit of a test prompt, which must not be 0."""
         from myna.speak.loading import read_adapter
 
         if not name:
@@ -155,12 +146,12 @@ class Engine:
                 f"an adapter named {name} is loaded already", hint="unload it first, or choose another name"
             )
         ref = ModelRef.find_trained(source, self.family.source)
-        matrices, metadata, base_checked, files_hash = read_adapter(self, ref)
-        if self._adapter_slots is None:
+        matrices, metadata, files_hash = read_adapter(self, ref)
+        if self.adapter_slots is None:
             rank = max(len(a) for a, _ in matrices.values())
             self._batch = None  # made anew, with adapters, by the next request; what runs in the old one goes on
-            self._adapter_slots = self.family.adapter_slots(self.model, self.max_adapters, rank)
-        slots = self._adapter_slots
+            self.adapter_slots = self.family.adapter_slots(self.model, self.max_adapters, rank)
+        slots = self.adapter_slots
         slots.load(name, matrices)
         with self.computing():
             effect = self.family.adapter_effect(self.model, slots, name)
@@ -171,7 +162,7 @@ class Engine:
                 hint="train it for longer, or load a later checkpoint",
             )
         self._adapters[name], self._adapter_hashes[name] = metadata, files_hash
-        return LoadedAdapter(name, effect, base_checked)
+        return effect
 
     def scene_of(self, request: SpeechRequest) -> str:
         """Return the scene of a request: its own, else the most frequent one in the training of its adapter or
@@ -182,15 +173,16 @@ class Engine:
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. Requests that speak with it continue."""
-        if name not in self._adapters or self._adapter_slots is None:
+        if name not in self._adapters or self.adapter_slots is None:
             raise SpeakError(f"there is no adapter {name}", hint=f"loaded: {', '.join(self._adapters) or 'none'}")
-        self._adapter_slots.unload(name)
+        self.adapter_slots.unload(name)
         del self._adapters[name], self._adapter_hashes[name]
 
     def fingerprint(self, adapter: str = "", strength: float = 1.0) -> str:
         """Return a hash of all weights, of an adapter, and of how they are used. Equal hashes speak alike."""
-        parts = (self._adapter_hashes[adapter], self._adapters[adapter].reference_placement) if adapter else ()
-        return self._hash_weights(" ".join((*parts, str(strength))) if adapter else "", self.model.state_dict())
+        known = self._adapters.get(adapter)
+        used = f"{self._adapter_hashes[adapter]} {known.reference_placement} {strength}" if known is not None else ""
+        return self._hash_weights(used, self.model.state_dict())
 
     def trainable_fingerprint(self) -> str:
         """Return a hash of the trainable parameters of a model in training. The others are frozen, and may be large."""
@@ -266,8 +258,7 @@ class Engine:
         batch_size: int | None = None,
     ) -> Iterator[tuple[int, Speech]]:
         """Speak plans together, yielding each when it ends, with its place among them. `on_frame` is called with the
-        number of whole frames of the longest. Plans may be made one by one: they are read twice a batch ahead. Plans
-        that are left end when the caller stops reading."""
+        number of whole frames of the longest. Plans are read twice a batch ahead, and end when the caller stops."""
         source, spoken, frames = enumerate(plans), dict[RunningRequest, int](), 0
         waiting = deque(itertools.islice(source, 2 * (batch_size or self.max_rows)))
         slots = min(len(waiting), batch_size or self.max_rows)
@@ -280,7 +271,7 @@ class Engine:
                     if not waiting:
                         break
                     batch = None  # freed where a new one is made
-                    batch = self._batch_of(slots, max(plan.max_positions for _, plan in waiting))
+                    batch = self.batch_of(slots, max(plan.max_positions for _, plan in waiting))
                 assert batch is not None
                 # One that does not fit the batch waits until all before it have ended: then the batch is made anew.
                 while waiting and len(spoken) < 2 * slots and waiting[0][1].max_positions <= batch.positions:
@@ -299,15 +290,9 @@ class Engine:
                 for running in spoken:
                     batch.cancel(running)
 
-    def stream(self, request: SpeechRequest) -> SpeechStream:
-        """Speak one request, yielding samples as they are generated; together they are those of `speak`, bit for bit. A
-        caller that stops reading ends the request."""
-        return self.stream_plan(self.plan(request, split=False))
-
-    def stream_plan(self, plan: SpeechPlan) -> SpeechStream:
-        """Speak one plan as `stream` does. The samples are those of `speak_plans`."""
-        batch = self._batch_of(1, plan.max_positions)
-        return SpeechStream(self, batch, batch.start(plan))
+    def stream(self, request: SpeechRequest, *, split: bool = False) -> SpeechStream:
+        """Speak one request, yielding samples as they are generated."""
+        return SpeechStream(self, self.plan(request, split=split))
 
     def open_batch(
         self,
@@ -318,10 +303,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> SpeechBatch:
         """Allocate and warm up a batch for listeners, with room for adapters up to a rank."""
-        with self.computing():
-            if adapter_rank is not None and self._adapter_slots is None:
-                self._adapter_slots = self.family.adapter_slots(self.model, self.max_adapters, adapter_rank)
-        batch = SpeechBatch(self, self._decoder(slots, positions), paced=True, clock=clock)
+        if adapter_rank is not None and self.adapter_slots is None:
+            with self.computing():
+                self.adapter_slots = self.family.adapter_slots(self.model, self.max_adapters, adapter_rank)
+        batch = SpeechBatch(self, slots, positions, paced=True, clock=clock)
         batch.warm_up()
         return batch
 
@@ -335,11 +320,9 @@ class Engine:
     def threads(self) -> Iterator[None]:
         """Return a context of one thread for a small model on a CPU. Its products are so short that two threads
         mostly wait for one another."""
-        if not self.single_thread:
-            yield
-            return
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        if self.single_thread:
+            torch.set_num_threads(1)
         try:
             yield
         finally:
@@ -354,11 +337,7 @@ class Engine:
             samples = self.codec.decode(codes) if len(codes) else np.zeros(0, np.float32)
         return Speech(samples, codes, running.finish_reason, self.codec.sample_rate, tuple(running.warnings))
 
-    def _decoder(self, slots: int, positions: int) -> SpeechDecoder:
-        with self.computing():
-            return self.family.speech_decoder(self.model, slots, positions, self._adapter_slots, exact=self.exact)
-
-    def _batch_of(self, requests: int, positions: int) -> SpeechBatch:
+    def batch_of(self, requests: int, positions: int) -> SpeechBatch:
         """Return the engine's own batch, made anew if these requests do not fit it."""
         slots = max(1, min(requests, self.max_rows))
         if self.exact:
@@ -373,7 +352,7 @@ class Engine:
             positions = -(-positions // POSITION_BLOCK) * POSITION_BLOCK
             del current
             self._batch = None  # freed before the next is allocated
-            self._batch = current = SpeechBatch(self, self._decoder(slots, positions))
+            self._batch = current = SpeechBatch(self, slots, positions)
         return current
 
     def render(
@@ -384,12 +363,6 @@ class Engine:
         context: tuple[SpokenSegment, ...] = (),
     ) -> RenderedSequence:
         """Render the open prompt of a segment: earlier segments are turns between the references and its text."""
-        opened = self._conversation(request, references, text)
-        clips = [(said, AudioClip(f"segment {number}", codes)) for number, (said, codes) in enumerate(context)]
-        earlier = [turn for said, clip in clips for turn in (Turn("user", (said,)), Turn("assistant", (clip,)))]
-        return self.family.render(replace(opened, turns=(*opened.turns[:-1], *earlier, opened.turns[-1])))
-
-    def _conversation(self, request: SpeechRequest, references: tuple[Reference, ...], text: str) -> Conversation:
         text = normalise_text(text)
         if not text:
             raise SpeakError(f"{request.name or 'the request'} has no text to speak", hint="give some words")
@@ -397,21 +370,26 @@ class Engine:
         if request.adapter and known is None:
             hint = f"loaded: {', '.join(self._adapters) or 'none'}"
             raise SpeakError(f"there is no adapter {request.adapter}", hint=hint)
-        return speech_conversation(
+        opened = speech_conversation(
             text,
             id=request.name,
             references=references,
             scene=self.scene_of(request),
             reference_placement=self.reference_placement if known is None else known.reference_placement,
         )
+        clips = [(said, AudioClip(f"segment {number}", codes)) for number, (said, codes) in enumerate(context)]
+        earlier = [turn for said, clip in clips for turn in (Turn("user", (said,)), Turn("assistant", (clip,)))]
+        return self.family.render(replace(opened, turns=(*opened.turns[:-1], *earlier, opened.turns[-1])))
 
 
 class SpeechStream(Iterator[Samples]):
-    """Samples of one request as they are generated. `close` ends the request."""
+    """Samples of one plan as they are generated: together those of `speak_plans`, bit for bit. `close` ends the
+    request, and so does a caller that stops reading."""
 
-    def __init__(self, engine: Engine, batch: SpeechBatch, running: RunningRequest) -> None:
+    def __init__(self, engine: Engine, plan: SpeechPlan) -> None:
         self.sample_rate = engine.codec.sample_rate
-        self._engine, self._batch, self._running = engine, batch, running  # the batch itself does not keep the engine
+        self._engine, self._batch = engine, engine.batch_of(1, plan.max_positions)  # which does not keep the engine
+        self._running = self._batch.start(plan)
 
     @property
     def finish_reason(self) -> FinishReason | None:

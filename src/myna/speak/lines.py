@@ -24,8 +24,8 @@ import numpy as np
 from myna.audio.files import write_audio
 from myna.core.errors import MynaError, OutputError, SpeakError
 from myna.core.io import bytes_hash, claim_folder, file_hash, is_file, lock_folder, safe_file_name, save_text
-from myna.core.progress import ProgressCallback, silent
-from myna.data.importers.conversations import ImportedClip, open_text, parse_conversation, transcribed_clips
+from myna.core.progress import ProgressCallback
+from myna.data.importers.conversations import open_text, parse_conversation, transcribed_clips
 from myna.data.importers.records import (
     ImportContext,
     RecordError,
@@ -41,6 +41,7 @@ from myna.text.normalization import normalise_text
 
 if TYPE_CHECKING:
     from myna.data.conversation import Reference
+    from myna.evaluate.takes import TakeRanker
     from myna.speak.batch import SpeechPlan
     from myna.speak.engine import Engine, Speech
     from myna.speak.voice import SpeechMarker
@@ -69,13 +70,15 @@ class SpeechLine:
 def read_lines(file: Path, media: Path, defaults: SpeechRequest) -> list[SpeechLine]:
     """Read and check all lines of a file. Settings that a line lacks are those of `defaults`, references too. `media`
     is the folder for clips that ChatML carries within it."""
-    _check_file(file)
     is_json = file.suffix in (".jsonl", ".json")
     lines: list[SpeechLine] = []
     context, ids, names = ImportContext(media), dict[str, int](), set[str]()
     for record in json_records(file) if is_json else _text_records(file):
         try:
-            line = _parse(record, context, defaults)
+            if isinstance(record.data, RecordError):
+                raise record.data
+            is_chatml = "messages" in record.data
+            line = _from_chatml(record, context, defaults) if is_chatml else _from_fields(record, defaults)
             line.request.check()
             for reference in line.request.recordings:
                 if not is_file(reference.file):
@@ -97,11 +100,10 @@ def read_lines(file: Path, media: Path, defaults: SpeechRequest) -> list[SpeechL
     return lines
 
 
-def open_lines(
-    file: Path, out: Path, defaults: SpeechRequest, *, suffix: str = ".wav", force: bool = False
-) -> list[SpeechLine]:
+def open_lines(file: Path, out: Path, defaults: SpeechRequest, *, suffix: str, force: bool) -> list[SpeechLine]:
     """Read and check the lines of a file, and make the folder for them, before a model is opened."""
-    _check_file(file)
+    if not is_file(file):
+        raise SpeakError(f"{file} is not there", hint="give a file: text, .jsonl or .json")
     claim_folder(out, "spoken lines", known=(SPOKEN_FILE,), inputs=(file,), force=force)
     lines = read_lines(file, out / MEDIA_FOLDER, defaults)
     inputs = {one.file.resolve() for line in lines for one in line.request.recordings}
@@ -113,11 +115,6 @@ def open_lines(
     return lines
 
 
-def _check_file(file: Path) -> None:
-    if not is_file(file):
-        raise SpeakError(f"{file} is not there", hint="give a file: text, .jsonl or .json")
-
-
 def _text_records(file: Path) -> Iterator[SourceRecord]:
     for number, content in nonblank_lines(file):
         try:
@@ -126,16 +123,8 @@ def _text_records(file: Path) -> Iterator[SourceRecord]:
             yield SourceRecord(file, number, RecordError("not UTF-8", f"not UTF-8: {error}"))
 
 
-def _parse(record: SourceRecord, context: ImportContext, defaults: SpeechRequest) -> SpeechLine:
-    if isinstance(record.data, RecordError):
-        raise record.data
-    assert record.line is not None
-    if "messages" in record.data:
-        return _from_chatml(record, record.line, context, defaults)
-    return _from_fields(record, record.line, defaults)
-
-
-def _from_fields(record: SourceRecord, number: int, defaults: SpeechRequest) -> SpeechLine:
+def _from_fields(record: SourceRecord, defaults: SpeechRequest) -> SpeechLine:
+    assert record.line is not None and not isinstance(record.data, RecordError)
     data: Mapping[str, Any] = record.data
     if unknown := sorted(data.keys() - set(FIELDS)):
         raise RecordError("malformed", f"unknown: {', '.join(unknown)}; a line has {', '.join(FIELDS)}")
@@ -159,7 +148,7 @@ def _from_fields(record: SourceRecord, number: int, defaults: SpeechRequest) -> 
         seed=defaults.seed if seed is None else seed,
         language=require_type(data.get("language") or "", str, "language") or defaults.language,
     )
-    return SpeechLine(request, f"line-{number:04d}" if id in (None, "") else str(id), number)
+    return SpeechLine(request, f"line-{record.line:04d}" if id in (None, "") else str(id), record.line)
 
 
 def _listed(value: Any, name: str) -> list[str]:
@@ -167,7 +156,7 @@ def _listed(value: Any, name: str) -> list[str]:
     return [require_type(one, str, name) for one in values]
 
 
-def _from_chatml(record: SourceRecord, number: int, context: ImportContext, defaults: SpeechRequest) -> SpeechLine:
+def _from_chatml(record: SourceRecord, context: ImportContext, defaults: SpeechRequest) -> SpeechLine:
     """Make a line of the open words of the user; or of the last clip, if the sample holds its answer."""
     sample = parse_conversation(record, context)
     clips = [(clip, text) for clip, text, _ in transcribed_clips(sample)]
@@ -180,15 +169,13 @@ def _from_chatml(record: SourceRecord, number: int, context: ImportContext, defa
     request = replace(
         defaults,
         text=normalise_text(text),
-        references=tuple(_reference(clip, transcript) for clip, transcript in clips) or defaults.references,
+        references=tuple(ReferenceRecording(clip.audio, normalise_text(said), clip.span) for clip, said in clips)
+        or defaults.references,
         scene=str(scene) if scene else defaults.scene,
         language=sample.language or defaults.language,
     )
-    return SpeechLine(request, sample.id, number)
-
-
-def _reference(clip: ImportedClip, transcript: str) -> ReferenceRecording:
-    return ReferenceRecording(clip.audio, normalise_text(transcript), clip.span)
+    assert record.line is not None
+    return SpeechLine(request, sample.id, record.line)
 
 
 def _unique(name: str, taken: set[str]) -> str:
@@ -222,96 +209,119 @@ class LineTakes:
     """Choice of the best of several takes of every line."""
 
     count: int
-    rank: Callable[[SpeechRequest, Sequence[Speech]], Sequence[Mapping[str, Any]]]
-    """Function that ranks the takes of a request, the best first: number `take` from 1, and scores."""
-    ranked_by: str
-    """Name of the metrics: others may choose another take."""
+    ranker: TakeRanker
     keep_all: bool = False
     """Write the other takes too."""
 
 
-def speak_lines(
-    engine: Engine,
-    lines: Sequence[SpeechLine],
-    out: Path,
-    *,
-    batch_size: int | None = None,
-    suffix: str = ".wav",
-    takes: LineTakes | None = None,
-    marker: SpeechMarker | None = None,
-    progress: ProgressCallback = silent,
-) -> SpokenLines:
-    """Speak lines in batches. Files that exist for the same text, voice, settings and weights stay as they are. A line
-    depends on its text and seed alone: lines with the same words, voice and seed sound the same. Lines are planned as
-    the batch comes to them, so that the first of very many is spoken at once."""
-    with lock_folder(out, "speaking into"):
-        known = _read_rows(out / SPOKEN_FILE)
-        weights = cache(engine.fingerprint)
-        recording_hash = cache(file_hash)
-        keys = [_key(engine, line.request, weights, takes, marker, recording_hash) for line in lines]
-        new = [
-            number
-            for number, line in enumerate(lines)
-            if not _is_spoken(known.get(line.id), keys[number], out, suffix, keep_all=bool(takes and takes.keep_all))
-        ]
-        encoded = cache(engine.encode_reference)
-        count = takes.count if takes is not None else 1
-        plans = (_plan(engine, lines[number], encoded) for number in new)
-        all_takes = (plan.take(take) for plan in plans for take in range(count))
-        save_text(out / SPOKEN_FILE, "".join(map(_json_line, known.values())))
-        done = len(lines) - len(new)
-        progress("speaking", done, len(lines))
-        spoken: dict[int, dict[int, Speech]] = {}
-        for place, speech in engine.speak_plans(all_takes, batch_size=batch_size):
-            number, take = new[place // count], place % count
-            spoken.setdefault(number, {})[take] = speech
-            if len(spoken[number]) < count:
-                continue
-            own = spoken.pop(number)
-            speeches = [own[take] for take in range(count)]
-            row = _write(lines[number], speeches, keys[number], out, suffix, takes, marker)
-            _append(out / SPOKEN_FILE, row)
-            known[row["id"]] = row
-            done += 1
+@dataclass(frozen=True, slots=True)
+class LineSpeaker:
+    """Speaker of lines into a folder. Files that exist for the same text, voice, settings and weights stay as they are.
+    A line depends on its text and seed alone: lines with the same words, voice and seed sound the same."""
+
+    engine: Engine
+    marker: SpeechMarker
+    out: Path
+    suffix: str
+    takes: LineTakes | None
+
+    def speak(self, lines: Sequence[SpeechLine], batch_size: int, progress: ProgressCallback) -> SpokenLines:
+        """Speak lines in batches. They are planned as the batch comes to them, so that the first of very many is spoken
+        at once."""
+        engine, file = self.engine, self.out / SPOKEN_FILE
+        with lock_folder(self.out, "speaking into"):
+            known = _read_rows(file)
+            weights, recording_hash = cache(engine.fingerprint), cache(file_hash)
+            keys = [self._key(line.request, weights, recording_hash) for line in lines]
+            new = [n for n, line in enumerate(lines) if not self._is_spoken(known.get(line.id), keys[n])]
+            encoded = cache(engine.encode_reference)
+            count = self.takes.count if self.takes is not None else 1
+            plans = (_plan(engine, lines[number], encoded) for number in new)
+            all_takes = (plan.take(take) for plan in plans for take in range(count))
+            save_text(file, "".join(map(_json_line, known.values())))
+            done = len(lines) - len(new)
             progress("speaking", done, len(lines))
-        rows = [known.pop(line.id) for line in lines]
-        save_text(out / SPOKEN_FILE, "".join(map(_json_line, [*rows, *known.values()])))
-    return SpokenLines(out, rows, len(lines) - len(new))
+            spoken: dict[int, dict[int, Speech]] = {}
+            for place, speech in engine.speak_plans(all_takes, batch_size=batch_size):
+                number, take = new[place // count], place % count
+                spoken.setdefault(number, {})[take] = speech
+                if len(spoken[number]) < count:
+                    continue
+                own = spoken.pop(number)
+                row = self._write(lines[number], [own[take] for take in range(count)], keys[number])
+                with file.open("a", encoding="utf-8") as rows:
+                    rows.write(_json_line(row))
+                    rows.flush()
+                    os.fsync(rows.fileno())
+                known[row["id"]] = row
+                done += 1
+                progress("speaking", done, len(lines))
+            listed = [known.pop(line.id) for line in lines]
+            save_text(file, "".join(map(_json_line, [*listed, *known.values()])))
+        return SpokenLines(self.out, listed, len(lines) - len(new))
 
+    def _key(
+        self, request: SpeechRequest, weights: Callable[[str, float], str], recording_hash: Callable[[Path], str]
+    ) -> str:
+        """Return the hash of everything that decides the audio: equal keys give equal audio."""
+        from myna.models.code_sampling import SAMPLING_REVISION
 
-def _key(
-    engine: Engine,
-    request: SpeechRequest,
-    weights: Callable[[str, float], str],
-    takes: LineTakes | None,
-    marker: SpeechMarker | None,
-    recording_hash: Callable[[Path], str],
-) -> str:
-    """Return the hash of everything that decides the audio: equal keys give equal audio."""
-    from myna.models.code_sampling import SAMPLING_REVISION
+        voices = [
+            (recording_hash(one.file), one.text, asdict(one.span) if one.span is not None else None)
+            for one in request.recordings
+        ]
+        sampling = asdict(request.sampling(self.engine.family.sampling))
+        parts = (weights(request.adapter, request.strength), SAMPLING_REVISION, sampling, request.text)
+        settings = (request.language, self.engine.scene_of(request), voices)
+        chosen = (self.takes.count, self.takes.ranker.name) if self.takes is not None else ()
+        marked = (self.marker.origin.watermark,) if self.marker.origin.watermark else ()
+        return bytes_hash(repr((*parts, *settings, *chosen, *marked)).encode())
 
-    voices = [
-        (recording_hash(one.file), one.text, asdict(one.span) if one.span is not None else None)
-        for one in request.recordings
-    ]
-    sampling = asdict(request.sampling(engine.family.sampling))
-    own_weights = weights(request.adapter, request.strength)
-    parts = (own_weights, SAMPLING_REVISION, sampling, request.text, request.language, engine.scene_of(request), voices)
-    chosen = (takes.count, takes.ranked_by) if takes is not None else ()
-    marked = (marker.origin.watermark,) if marker is not None and marker.origin.watermark else ()
-    return bytes_hash(repr((*parts, *chosen, *marked)).encode())
-
-
-def _is_spoken(row: Mapping[str, Any] | None, key: str, out: Path, suffix: str, *, keep_all: bool) -> bool:
-    if row is None or row["key"] != key:
-        return False
-    files = [name for name in (row["file"], *row["references"]) if name]
-    if keep_all:
-        others = row.get("takes", ())[1:]
-        if not all("file" in other for other in others):
+    def _is_spoken(self, row: Mapping[str, Any] | None, key: str) -> bool:
+        if row is None or row["key"] != key:
             return False
-        files += [other["file"] for other in others if other["file"]]
-    return all(name.endswith(suffix) and (out / name).is_file() for name in files)
+        files = [name for name in (row["file"], *row["references"]) if name]
+        if self.takes is not None and self.takes.keep_all:
+            others = row.get("takes", ())[1:]
+            if not all("file" in other for other in others):
+                return False
+            files += [other["file"] for other in others if other["file"]]
+        return all(name.endswith(self.suffix) and (self.out / name).is_file() for name in files)
+
+    def _write(self, line: SpeechLine, speeches: Sequence[Speech], key: str) -> dict[str, Any]:
+        request, recordings, ranking = line.request, line.request.recordings, [dict[str, Any](take=1)]
+        if self.takes is not None:
+            ranking = [take.to_json() for take in self.takes.ranker.rank(request, speeches).takes]
+        best = ranking[0]["take"]
+        speech, count = self.marker.mark(speeches[best - 1], request.take(best - 1)), len(recordings)
+        references = [f"{line.name}+reference{f'-{n}' if count > 1 else ''}{self.suffix}" for n in range(count)]
+        for recording, file in zip(recordings, references, strict=True):
+            samples = read_reference(recording.file, speech.sample_rate, recording.span)
+            write_audio(self.out / file, np.clip(samples, -1.0, 1.0), speech.sample_rate)
+        for other in ranking[1:] if self.takes is not None and self.takes.keep_all else ():
+            take = other["take"]  # those that are not given out are ranked, and neither marked nor logged
+            marked = self.marker.mark(speeches[take - 1], request.take(take - 1))
+            other["file"] = self._save(marked, f"{line.name}+take-{take}{self.suffix}")
+        row = {
+            "id": line.id,
+            "text": request.text,
+            "file": self._save(speech, f"{line.name}{self.suffix}"),
+            "seconds": round(speech.seconds, 3),
+            "finish_reason": speech.finish_reason,
+            "seed": request.seed + best - 1,
+            "key": key,
+            "warnings": list(speech.warnings),
+            "references": references,
+            "watermark": self.marker.origin.watermark or None,
+        }
+        return row | ({"takes": ranking} if self.takes is not None else {})
+
+    def _save(self, speech: Speech, name: str) -> str:
+        """Save a speech, and return the name of its file; empty if nothing was said."""
+        if not len(speech.samples):
+            (self.out / name).unlink(missing_ok=True)  # of another text
+            return ""
+        return speech.save(self.out / name, force=True).name
 
 
 def _plan(engine: Engine, line: SpeechLine, encoded: Callable[[ReferenceRecording], Reference]) -> SpeechPlan:
@@ -321,58 +331,6 @@ def _plan(engine: Engine, line: SpeechLine, encoded: Callable[[ReferenceRecordin
     except MynaError as error:
         raise SpeakError(f"line {line.line}, {line.id}: {error.what}", hint=error.hint) from error
     return plan.tight()  # many together: none has more room than its budget allows it to use
-
-
-def _write(
-    line: SpeechLine,
-    speeches: Sequence[Speech],
-    key: str,
-    out: Path,
-    suffix: str,
-    takes: LineTakes | None,
-    marker: SpeechMarker | None,
-) -> dict[str, Any]:
-    request, recordings = line.request, line.request.recordings
-    ranking: list[dict[str, Any]] = (
-        [dict(one) for one in takes.rank(request, speeches)] if takes is not None else [{"take": 1}]
-    )
-    best = ranking[0]["take"]
-
-    def marked(take: int) -> Speech:
-        """Return a marked take. Takes that are not given out are ranked, and neither marked nor logged."""
-        speech = speeches[take - 1]
-        return speech if marker is None else marker.mark(speech, request.take(take - 1))
-
-    speech, count = marked(best), len(recordings)
-    references = [f"{line.name}+reference{f'-{n}' if count > 1 else ''}{suffix}" for n in range(count)]
-    for recording, file in zip(recordings, references, strict=True):
-        samples = read_reference(recording.file, speech.sample_rate, recording.span)
-        write_audio(out / file, np.clip(samples, -1.0, 1.0), speech.sample_rate)
-    if takes is not None and takes.keep_all:
-        for other in ranking[1:]:
-            other["file"] = _save(marked(other["take"]), out / f"{line.name}+take-{other['take']}{suffix}")
-    row = {
-        "id": line.id,
-        "text": request.text,
-        "file": _save(speech, out / f"{line.name}{suffix}"),
-        "seconds": round(speech.seconds, 3),
-        "finish_reason": speech.finish_reason,
-        "seed": request.seed + best - 1,
-        "key": key,
-        "warnings": list(speech.warnings),
-        "references": references,
-        **({"watermark": marker.origin.watermark or None} if marker is not None else {}),
-    }
-    return row | ({"takes": ranking} if takes is not None else {})
-
-
-def _save(speech: Speech, file: Path) -> str:
-    """Save a speech, and return the name of its file; empty if nothing was said."""
-    if not len(speech.samples):
-        file.unlink(missing_ok=True)  # of another text
-        return ""
-    speech.save(file, force=True)
-    return file.name
 
 
 def _read_rows(file: Path) -> dict[str, dict[str, Any]]:
@@ -390,10 +348,3 @@ def _read_rows(file: Path) -> dict[str, dict[str, Any]]:
 
 def _json_line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
-
-
-def _append(file: Path, row: Mapping[str, Any]) -> None:
-    with file.open("a", encoding="utf-8") as rows:
-        rows.write(_json_line(row))
-        rows.flush()
-        os.fsync(rows.fileno())

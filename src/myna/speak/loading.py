@@ -14,15 +14,10 @@ from myna.core.device import pick_device
 from myna.core.errors import ConfigError, ModelError, SpeakError
 from myna.core.io import atomic_folder, check_new_folder, file_hash
 from myna.data.codec import Encoder
+from myna.models import files
 from myna.models.base import Family, LoraMatrices, require_speaking
-from myna.models.files import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_WEIGHTS_FILE,
-    USAGE_FINGERPRINTS,
-    WeightsMetadata,
-    absolute_source,
-    save_metadata,
-)
+from myna.models.files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, WeightsMetadata
+from myna.models.quantized import quantize, quantized_linears, supports_fp8
 from myna.models.ref import ModelRef
 from myna.speak.engine import Engine
 from myna.train.precision import DTYPES, choose_precision
@@ -51,8 +46,6 @@ def load_engine(
     place = target if quantization == "none" else torch.device("cpu")
     loaded = load_model_weights(ref, codec, target, place, strength)
     if quantization != "none":
-        from myna.models.quantized import quantize, quantized_linears, supports_fp8
-
         if quantization == "fp8" and not supports_fp8(target):
             raise SpeakError(
                 f"fp8 weights need a GPU with 8-bit products (CUDA capability 8.9 or more), this is {target}",
@@ -70,12 +63,11 @@ def load_engine(
     return engine
 
 
-def read_adapter(engine: Engine, ref: ModelRef) -> tuple[LoraMatrices, WeightsMetadata, bool, str]:
+def read_adapter(engine: Engine, ref: ModelRef) -> tuple[LoraMatrices, WeightsMetadata, str]:
     """Read the LoRA of a run or an adapter, after checking that it fits the engine's model. Return its matrices, its
-    metadata, whether its base is known to be this model, and the hash of its files. Weights that are quantized, rounded
-    otherwise or without the text head cannot be compared."""
+    metadata and the hash of its files. Weights that are quantized, rounded otherwise or without the text head cannot be
+    compared."""
     from myna.models.lora import read_lora_matrices
-    from myna.models.quantized import quantized_linears
 
     family = engine.family
     if engine.tuned_with:
@@ -88,14 +80,12 @@ def read_adapter(engine: Engine, ref: ModelRef) -> tuple[LoraMatrices, WeightsMe
     known, dtype = ref.metadata, next(engine.model.parameters()).dtype
     trained_in = DTYPES.get(known.inputs.get("precision", ""))
     is_plain = not any(True for _ in quantized_linears(engine.model)) and not known.text_head
-    comparable = is_plain and trained_in is not None and dtype in (trained_in, torch.float32)
-    if comparable:
+    if is_plain and trained_in is not None and dtype in (trained_in, torch.float32):
         _check_base(ref, family, engine.model, trained_in)
     check_trained_with(LoadedModel(family, engine.model, ref.source, known, torch.device("cpu")), engine.codec)
-    checked = comparable and "base model" in known.inputs
     matrices = read_lora_matrices(family, ref.adapter)  # which also refuses what is no adapter
-    files = [file_hash(ref.adapter / name) for name in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)]
-    return matrices, known, checked, " ".join(files)
+    hashes = [file_hash(ref.adapter / name) for name in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)]
+    return matrices, known, " ".join(hashes)
 
 
 class LoadedModel(NamedTuple):
@@ -109,11 +99,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model_weights(
-    ref: ModelRef,
-    codec: str | None,
-    target: torch.device,
-    place: torch.device,
-    strength: float = 1.0,
+    ref: ModelRef, codec: str | None, target: torch.device, place: torch.device, strength: float = 1.0
 ) -> LoadedModel:
     """Load weights in the type of the target device, to another place if they are to be packed first."""
     if not ref.is_trained and strength != 1.0:
@@ -135,12 +121,7 @@ def load_model_weights(
 
 
 def load_adapted(
-    ref: ModelRef,
-    family: Family,
-    dtype: torch.dtype | None,
-    device: torch.device | str,
-    *,
-    text_head: bool | None,
+    ref: ModelRef, family: Family, dtype: torch.dtype | None, device: torch.device | str, *, text_head: bool | None
 ) -> nn.Module:
     """Load the base model with the adapter on it, not yet merged, and check that it was trained on this base. `dtype`
     None keeps the stored types. `text_head` None is what the adapter needs."""
@@ -192,15 +173,7 @@ def check_trained_with(loaded: LoadedModel, encoder: Encoder) -> None:
             )
 
 
-def merge_tuned(
-    ref: ModelRef,
-    out: Path,
-    *,
-    layout: str = "transformers",
-    strength: float = 1.0,
-    dtype: str = "auto",
-    device: str = "cpu",
-) -> MergeCheck:
+def merge_tuned(ref: ModelRef, out: Path, *, layout: str, strength: float, dtype: str, device: str) -> MergeCheck:
     """Write a whole model into `out`, which must be new; it appears complete, or not at all. `myna.json` in it says
     what it was made of, how it was checked, and how it is to be used."""
     from myna.models.merge import merge_adapter
@@ -223,7 +196,7 @@ def merge_tuned(
         known = ref.metadata
         provenance = {
             "made_by": "myna merge",
-            "base": absolute_source(known.source),
+            "base": files.absolute_source(known.source),
             "base_revision": known.revision,
             "base_fingerprint": known.inputs.get("base model"),
             "adapter": str(adapter.absolute()),
@@ -232,7 +205,7 @@ def merge_tuned(
             "layout": layout,
             "check": asdict(check),
         }
-        inputs = {name: value for name, value in known.inputs.items() if name in USAGE_FINGERPRINTS}
+        inputs = {name: value for name, value in known.inputs.items() if name in files.USAGE_FINGERPRINTS}
         changed = {"codec": None, "quantization": "none", "inputs": inputs, "provenance": provenance}
-        save_metadata(written, known.model_copy(update=changed))
+        files.save_metadata(written, known.model_copy(update=changed))
     return check

@@ -14,7 +14,7 @@ from myna.audio.reference import CheckedReference, check_reference
 from myna.core.errors import SpeakError
 from myna.data.conversation import Reference
 from myna.data.manifest import SPEAKER_TAG, Span
-from myna.speak.options import SpeechOptions
+from myna.speak import SpeechOptions
 from myna.text.normalization import normalise_text
 
 if TYPE_CHECKING:

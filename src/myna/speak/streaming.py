@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -122,3 +123,44 @@ class StreamDecoder:
         """End the stream, and return its last samples."""
         self._stream.end()
         return decode_streams(self._codec, [self._stream])()[0]
+
+
+MIN_FACTOR = 0.5
+"""Smallest factor of one atempo filter; slower speech goes through two."""
+
+
+class TempoFilter:
+    """Change of tempo by 0.25 to 4 without a change of pitch, with FFmpeg's atempo."""
+
+    def __init__(self, speed: float, sample_rate: int) -> None:
+        import av.filter
+
+        self._frame, self._sample_rate, self._pts = av.AudioFrame, sample_rate, 0
+        self._graph = graph = av.filter.Graph()
+        source = graph.add_abuffer(format="flt", sample_rate=sample_rate, layout="mono", time_base=None)
+        factors = [MIN_FACTOR, speed / MIN_FACTOR] if speed < MIN_FACTOR else [speed]
+        last: Any = source
+        for factor in factors:
+            tempo = graph.add("atempo", f"{factor:.6f}")
+            last.link_to(tempo)
+            last = tempo
+        last.link_to(graph.add("abuffersink"))
+        graph.configure()
+
+    def push(self, samples: Samples, *, last: bool) -> Samples:
+        """Take the next samples, and return those that are ready; after the last, all that are left."""
+        import av
+
+        if len(samples):
+            frame = self._frame.from_ndarray(np.ascontiguousarray(samples[None]), format="flt", layout="mono")
+            frame.sample_rate, frame.pts = self._sample_rate, self._pts
+            self._pts += len(samples)
+            self._graph.push(frame)
+        if last:
+            self._graph.push(None)
+        pieces = [np.zeros(0, np.float32)]
+        while True:
+            try:
+                pieces.append(np.asarray(self._graph.pull().to_ndarray(), np.float32).reshape(-1))
+            except (av.BlockingIOError, av.EOFError):
+                return np.concatenate(pieces)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from myna.audio.files import AudioFileFormat, Samples, pcm16
 from myna.core.config import Quantization
@@ -18,11 +18,11 @@ from myna.models.ref import ModelRef, display_name
 from myna.provenance.credentials import check_installed
 from myna.provenance.speech_log import SpeechOrigin, check_log, log_speech, model_origin, new_id
 from myna.provenance.watermark import MARK_NAME, StreamWatermark, watermark
+from myna.speak import SpeechOptions
 from myna.speak.batch import SpeechPlan
 from myna.speak.engine import Engine, Speech, SpeechStream
-from myna.speak.lines import LineTakes, SpokenLines, open_lines, speak_lines
+from myna.speak.lines import LineSpeaker, LineTakes, SpokenLines, open_lines
 from myna.speak.loading import load_engine
-from myna.speak.options import SpeechOptions
 from myna.speak.request import FinishReason, SpeechRequest, speech_request, unchecked_request
 
 if TYPE_CHECKING:
@@ -61,11 +61,13 @@ class SpeechMarker:
         return replace(self.origin, text=request.text, seed=request.seed, voice=voice, consent=consent, id=new_id())
 
 
-def log_spoken(speech: Speech) -> Speech:
-    """Log speech that is handed to a program."""
-    if speech.origin is not None:
+def _give_out(speeches: Sequence[Speech], plans: Sequence[SpeechPlan], marker: SpeechMarker) -> list[Speech]:
+    """Mark and log speech that is handed to a program."""
+    marked = [marker.mark(speech, plan.request) for speech, plan in zip(speeches, plans, strict=True)]
+    for speech in marked:
+        assert speech.origin is not None
         log_speech("spoken", speech.origin, pcm16(speech.samples), seconds=round(speech.seconds, 3))
-    return speech
+    return marked
 
 
 class MarkedStream(Iterator[Samples]):
@@ -73,12 +75,8 @@ class MarkedStream(Iterator[Samples]):
     for bit. `close` ends the request; the samples until then are logged."""
 
     def __init__(self, stream: SpeechStream, origin: SpeechOrigin, device: str) -> None:
-        self.origin, self._stream = origin, stream
+        self.origin, self._stream, self.sample_rate = origin, stream, stream.sample_rate
         self._samples = self._generate(stream, origin, device)
-
-    @property
-    def sample_rate(self) -> int:
-        return self._stream.sample_rate
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -99,23 +97,22 @@ class MarkedStream(Iterator[Samples]):
 
     @staticmethod
     def _generate(stream: SpeechStream, origin: SpeechOrigin, device: str) -> Generator[Samples, None, None]:
-        marker = StreamWatermark(stream.sample_rate, device=device) if origin.watermark else None
         digest, count = hashlib.sha256(), 0
+        pieces = _marked(stream, StreamWatermark(stream.sample_rate, device=device)) if origin.watermark else stream
         try:
-            for samples in stream:
-                ready = samples if marker is None else marker.push(samples)
-                if len(ready):
-                    digest.update(pcm16(ready))
-                    count += len(ready)
-                    yield ready
-            if marker is not None and len(rest := marker.finish()):
-                digest.update(pcm16(rest))
-                count += len(rest)
-                yield rest
+            for samples in filter(len, pieces):
+                digest.update(pcm16(samples))
+                count += len(samples)
+                yield samples
         finally:
             if count:
                 seconds = round(count / stream.sample_rate, 3)
                 log_speech("streamed", origin, digest, seconds=seconds, finish_reason=stream.finish_reason)
+
+
+def _marked(stream: SpeechStream, marker: StreamWatermark) -> Iterator[Samples]:
+    yield from map(marker.push, stream)
+    yield marker.finish()
 
 
 PathLike = str | os.PathLike[str]
@@ -145,7 +142,6 @@ class Voice:
         exact: bool = False,
     ) -> Voice:
         """Load the voice of a run, an adapter or a model."""
-
         engine = load_engine(ref, codec=codec, device=device, strength=strength, quantization=quantization, exact=exact)
         return cls(engine, model_origin(ref))
 
@@ -156,13 +152,11 @@ class Voice:
     @property
     def origin(self) -> SpeechOrigin:
         """Model and adapter, as named in files, the log and cards."""
-
         return self._known_origin or SpeechOrigin(display_name(self.engine.family.source))
 
     def load_adapter(self, source: Run | PathLike, *, name: str | None = None, strength: float = 1.0) -> Voice:
         """Load a run or an adapter beside the weights of this voice, which must be its base model. Both voices share
         the model, and so do further ones; `strength` scales the LoRA. `unload_adapter` frees its place."""
-
         name = name or Path(source).name
         self.engine.load_adapter(name, source)
         origin = model_origin(ModelRef.find_trained(source, self.engine.family.source))
@@ -186,9 +180,9 @@ class Voice:
         self, text: str, takes: int, *, progress: ProgressCallback = silent, **options: Unpack[SpeechOptions]
     ) -> list[Speech]:
         """Speak a text several times at once: each take is what `speak` gives with `seed`, `seed` + 1, and so on."""
-        request = self._checked(text, options)
+        request = self._own(speech_request(text, **options))
         plans, marker = self._plans(request, takes), self._marker(request)
-        return self._give_out(self._speak_plans(plans, progress), plans, marker)
+        return _give_out(self._speak_plans(plans, progress), plans, marker)
 
     def speak_best(
         self,
@@ -203,22 +197,21 @@ class Voice:
         """Speak a text several times at once, as `speak_takes`, and rank the takes: those that found their end first,
         then by word errors (`asr`: a Whisper, as of `evaluate`), by similarity to the reference's speaker and by
         predicted MOS, as far as these metrics are installed. `best` of the result is the best `Speech`."""
-        request, ranker = self._checked(text, options), self._ranker(asr, speaker_encoder)
+        request, ranker = self._own(speech_request(text, **options)), self._ranker(asr, speaker_encoder)
         ranker.check(len(request.references))
         plans, marker = self._plans(request, takes), self._marker(request)
         ranking = ranker.rank(request, self._speak_plans(plans, progress, all_must_speak=False), progress)
         # They are ranked as the model made them, and marked afterwards.
         chosen = [plans[take.number - 1] for take in ranking.takes]
-        marked = self._give_out([take.speech for take in ranking.takes], chosen, marker)
+        marked = _give_out([take.speech for take in ranking.takes], chosen, marker)
         takes_marked = (replace(take, speech=one) for take, one in zip(ranking.takes, marked, strict=True))
         return replace(ranking, takes=tuple(takes_marked))
 
     def stream(self, text: str, **options: Unpack[SpeechOptions]) -> MarkedStream:
         """Speak a text as `speak` does, yielding arrays of samples as they are generated, at `sample_rate`. Together
         they are the samples of `speak`; its `finish_reason` and `warnings` are known at the end."""
-        request = self._checked(text, options)
-        plan, marker = self.engine.plan(request), self._marker(request)
-        return marker.mark_stream(self.engine.stream_plan(plan), request)
+        request = self._own(speech_request(text, **options))
+        return self._marker(request).mark_stream(self.engine.stream(request, split=True), request)
 
     def speak_lines(
         self,
@@ -240,7 +233,6 @@ class Voice:
         is as given here. `spoken.jsonl` has a row for each; lines that are in it, from the same text, voice, settings
         and weights, are not spoken again. Of several `takes` the best is kept, chosen as by `speak_best`; with
         `keep_takes` the others are written beside it."""
-
         defaults, suffix = self._own(unchecked_request("", **options)), f".{format}"
         defaults.check_settings()
         lines = open_lines(Path(file), Path(out), defaults, suffix=suffix, force=force)
@@ -249,24 +241,9 @@ class Voice:
             ranker = self._ranker(asr, speaker_encoder)
             for count in {len(line.request.references) for line in lines}:
                 ranker.check(count)
-
-            def rank(request: SpeechRequest, speeches: Sequence[Speech]) -> list[dict[str, Any]]:
-                return [take.to_json() for take in ranker.rank(request, speeches).takes]
-
-            choice = LineTakes(takes, rank, ranker.name, keep_takes)
-        return speak_lines(
-            self.engine,
-            lines,
-            Path(out),
-            batch_size=batch_size,
-            suffix=suffix,
-            takes=choice,
-            marker=self._marker(defaults),
-            progress=progress,
-        )
-
-    def _checked(self, text: str, options: SpeechOptions) -> SpeechRequest:
-        return self._own(speech_request(text, **options))
+            choice = LineTakes(takes, ranker, keep_takes)
+        speaker = LineSpeaker(self.engine, self._marker(defaults), Path(out), suffix, choice)
+        return speaker.speak(lines, batch_size, progress)
 
     def _own(self, request: SpeechRequest) -> SpeechRequest:
         return replace(request, adapter=self._adapter, strength=self._strength)
@@ -288,16 +265,8 @@ class Voice:
         return [speech for _, speech in sorted(spoken.items())]
 
     def _marker(self, request: SpeechRequest) -> SpeechMarker:
-
         device = str(next(self.engine.model.parameters()).device)
         return SpeechMarker.open(self.origin, with_watermark=request.watermark, device=device)
-
-    def _give_out(self, speeches: Sequence[Speech], plans: Sequence[SpeechPlan], marker: SpeechMarker) -> list[Speech]:
-        """Mark and log speech that is handed to a program."""
-
-        pairs = zip(speeches, plans, strict=True)
-        marked = [marker.mark(speech, plan.request) for speech, plan in pairs]
-        return [log_spoken(one) for one in marked]
 
     def _ranker(self, asr: str | None, speaker_encoder: str) -> TakeRanker:
         """Return a ranker of takes, opened once."""
