@@ -36,17 +36,17 @@ def test_the_least_recently_used_adapter_makes_room(tmp_path: Path) -> None:
         client.start()
         try:
             await client.wait_until_loaded()
-            assert set(client.adapters) == {"one", "two"} and list(catalog.sources) == ["one", "two", "three"]
+            assert set(client.load.adapters) == {"one", "two"} and list(catalog.sources) == ["one", "two", "three"]
             await catalog.load("one")
             await catalog.load("three")
-            assert set(client.adapters) == {"one", "three"}
+            assert set(client.load.adapters) == {"one", "three"}
             jobs = [speak("one"), speak("three")]
             with pytest.raises(ApiError) as full:
                 await catalog.load("two")
             assert full.value.status == 429 and full.value.headers["retry-after"]
             jobs.pop().cancel()
             await catalog.load("two")
-            assert set(client.adapters) == {"one", "two"}, "what is spoken with is kept"
+            assert set(client.load.adapters) == {"one", "two"}, "what is spoken with is kept"
             with pytest.raises(ApiError):
                 await catalog.add("broken", str(tmp_path / "nowhere"))
             assert "broken" not in catalog.sources

@@ -100,7 +100,7 @@ def test_requests_do_not_wait_for_references_of_others(
     assert slow.begun.wait(SLOW_SECONDS)
     worker.handle(message("without", "two words"))
     events = finish(worker, {"without"})
-    assert list(ends(events)) == ["without"] and (worker.speaking, worker.waiting) == (0, 1)
+    assert list(ends(events)) == ["without"] and worker.load[:2] == (0, 1)
     worker.handle(message("again", "hello", recording(1)))
     slow.may_go_on.set()
     events = finish(worker, {"with", "again"})
@@ -124,7 +124,7 @@ def test_a_request_keeps_its_place_while_it_is_encoded(
     worker.handle(message("second", "hello", recording(2)))
     worker.handle(message("third", "hello"))
     worker.step()
-    assert (worker.speaking, worker.waiting) == (1, 2)
+    assert worker.load[:2] == (1, 2)
     slow.may_go_on.set()
     worker._encoding["second"].clips[0].result(SLOW_SECONDS)
     assert list(ends(finish(worker, {"first", "second", "third"}))) == ["first", "second", "third"]
@@ -140,7 +140,7 @@ def test_a_cancelled_request_is_not_encoded_unless_another_needs_it(
     assert slow.begun.wait(SLOW_SECONDS)
     for id in ("running", "queued", "shared"):
         assert worker.handle(CancelMessage(id)) == [RequestEnd(id, "cancelled")]
-    assert worker.waiting == 1
+    assert worker.load.waiting == 1
     slow.may_go_on.set()
     done = ends(finish(worker, {"stays"}))
     assert list(done) == ["stays"] and done["stays"].failure is None

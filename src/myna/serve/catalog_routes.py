@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Form, Request, UploadFile
 from fastapi.responses import PlainTextResponse
 
-from myna.audio.files import Samples, write_audio
+from myna.audio.files import write_audio
 from myna.core.errors import MynaError
 from myna.data.pronunciation import DEFAULT_QUESTION
 from myna.models.ref import display_name
@@ -34,7 +35,14 @@ async def list_voices(request: Request) -> dict[str, Any]:
     voices = await _in_store(server_context(request).store.list_voices)
     return {
         "voices": [DEFAULT_VOICE, *(voice.name for voice in voices)],
-        "uploaded_voices": [_voice_fields(voice) for voice in voices],
+        "uploaded_voices": [  # as vLLM-Omni lists them
+            {
+                **voice.model_dump(include={"name", "language", "created_at"}),
+                "consent": voice.consent.id,
+                "ref_text": voice.recordings[0].text,
+            }
+            for voice in voices
+        ],
         "object": "list",
         "data": [_voice_object(voice) for voice in voices],
     }
@@ -49,14 +57,15 @@ async def create_voice(
     ref_text: Annotated[str, Form(max_length=4096)] = "",
 ) -> dict[str, Any]:
     """Store a voice from a recording, checked against the recording of a consent."""
-    context = server_context(request)
-    checker = await _checker(context)
-    samples = await _decoded(context, audio_sample, "audio_sample")
-    texts = [ref_text] if ref_text else []
-    voice = await _in_store(
-        _with_file, samples, lambda file: context.store.create_voice(name, [file], consent, checker, texts=texts)
+    store, texts = server_context(request).store, [ref_text] if ref_text else []
+    return _voice_object(
+        await _from_recording(
+            request,
+            audio_sample,
+            "audio_sample",
+            lambda file, checker: store.create_voice(name, [file], consent, checker, texts=texts),
+        )
     )
-    return _voice_object(voice)
 
 
 @voice_router.get("/v1/audio/voices/{voice_id}")
@@ -69,7 +78,7 @@ async def delete_voice(voice_id: str, request: Request) -> dict[str, Any]:
     """Remove a voice with its recordings."""
     context = server_context(request)
     voice = await _in_store(context.store.delete_voice, voice_id, status=404)
-    context.forget_voice(voice.id)
+    context.voices.pop(voice.id, None)
     return {"id": voice.id, "object": "audio.voice.deleted", "deleted": True}
 
 
@@ -85,13 +94,15 @@ async def create_voice_consent(
     request: Request, name: NameField, recording: UploadFile, language: Annotated[str, Form(max_length=32)]
 ) -> dict[str, Any]:
     """Store a consent, if its sentence was recognised in the recording."""
-    context = server_context(request)
-    checker = await _checker(context)
-    samples = await _decoded(context, recording, "recording")
-    consent = await _in_store(
-        _with_file, samples, lambda file: context.store.create_consent(name, file, language, checker)
+    store = server_context(request).store
+    return _consent_object(
+        await _from_recording(
+            request,
+            recording,
+            "recording",
+            lambda file, checker: store.create_consent(name, file, language, checker),
+        )
     )
-    return _consent_object(consent)
 
 
 @voice_router.get("/v1/audio/voice_consents", tags=["consents"])
@@ -131,7 +142,11 @@ async def _in_store(function: Any, *arguments: Any, status: int = 400) -> Any:
         raise ApiError(status, f"{error.what} ({error.hint})") from None
 
 
-async def _checker(context: ServerContext) -> ConsentChecker:
+async def _from_recording(
+    request: Request, upload: UploadFile, param: str, store: Callable[[Path, ConsentChecker], Any]
+) -> Any:
+    """Store a recording that is checked. The decoded samples are kept, not the upload."""
+    context = server_context(request)
     if context.settings.asr is None:
         raise ApiError(
             403,
@@ -139,8 +154,12 @@ async def _checker(context: ServerContext) -> ConsentChecker:
             "or add voices on its machine: myna voice add)",
             code="consent_checks_unavailable",
         )
-    checker: ConsentChecker = await _in_store(_open_checker, context.settings.asr, status=503)
-    return checker
+    checker = await _in_store(_open_checker, context.settings.asr, status=503)
+    samples = await context.uploads.decode(await upload.read(), SAMPLE_RATE, param=param)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "recording.flac")
+        await _in_store(write_audio, file, samples, SAMPLE_RATE)
+        return await _in_store(store, file, checker)
 
 
 @cache
@@ -148,32 +167,13 @@ def _open_checker(asr: str) -> ConsentChecker:
     return ConsentChecker.open(asr)
 
 
-async def _decoded(context: ServerContext, upload: UploadFile, param: str) -> Samples:
-    return await context.uploads.decode(await upload.read(), SAMPLE_RATE, param=param)
-
-
-def _with_file(samples: Samples, use: Any) -> Any:
-    """Pass samples on as a file: the decoded samples are kept, not the upload."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "recording.flac")
-        write_audio(file, samples, SAMPLE_RATE)
-        return use(file)
-
-
 def _voice_object(voice: StoredVoice) -> dict[str, Any]:
-    known = {"id": voice.id, "name": voice.name, "created_at": voice.created_at}
+    known = voice.model_dump(include={"id", "name", "created_at"})
     return {"object": "audio.voice", **known, "type": "audio_sample"}
 
 
-def _voice_fields(voice: StoredVoice) -> dict[str, Any]:
-    """Return the fields of a voice, as vLLM-Omni lists them."""
-    known = {"name": voice.name, "consent": voice.consent.id, "created_at": voice.created_at}
-    return {**known, "ref_text": voice.recordings[0].text, "language": voice.language}
-
-
 def _consent_object(consent: Consent) -> dict[str, Any]:
-    known = {"id": consent.id, "name": consent.name, "language": consent.language, "created_at": consent.created_at}
-    return {"object": "audio.voice_consent", **known}
+    return {"object": "audio.voice_consent", **consent.model_dump(include={"id", "name", "language", "created_at"})}
 
 
 MAX_ANSWER_SECONDS = 60.0
@@ -208,10 +208,18 @@ def _model_object(context: ServerContext, name: str) -> dict[str, Any]:
 async def load_lora_adapter(body: LoadAdapterBody, request: Request) -> str:
     """Load an adapter from one of the allowed folders. Others continue to speak."""
     context = server_context(request)
-    folder = _allowed_folder(context, body.lora_path)
+    _check_adapter_loading(context)
+    # A folder below one of the allowed ones, with links resolved. Other folders are not revealed.
+    roots = [folder.resolve() for folder in context.settings.adapter_folders]
+    inside = [] if "\0" in body.lora_path else [(root / body.lora_path).resolve() for root in roots]
+    inside = [folder for folder in inside if any(folder.is_relative_to(root) for root in roots)]
+    if not inside:
+        raise ApiError(403, "adapters are loaded from the allowed folders alone", param="lora_path")
+    if not (found := [folder for folder in inside if folder.is_dir()]):
+        raise ApiError(404, "there is no such folder among the allowed ones", param="lora_path")
     if body.lora_name in (context.settings.model, *context.adapters.sources):
         raise ApiError(400, f"there is a model named {body.lora_name} already", param="lora_name")
-    await context.change_adapter(body.lora_name, str(folder))
+    await context.change_adapter(body.lora_name, str(found[0]))
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
@@ -231,19 +239,6 @@ def _check_adapter_loading(context: ServerContext) -> None:
         raise ApiError(
             403, "adapters cannot be changed while this server runs (start it with --allow-adapter-loading FOLDER)"
         )
-
-
-def _allowed_folder(context: ServerContext, path: str) -> Path:
-    """Return a folder below one of the allowed ones, with links resolved. Other folders are not revealed."""
-    _check_adapter_loading(context)
-    roots = [folder.resolve() for folder in context.settings.adapter_folders]
-    inside = [] if "\0" in path else [(root / path).resolve() for root in roots]
-    inside = [folder for folder in inside if any(folder.is_relative_to(root) for root in roots)]
-    if not inside:
-        raise ApiError(403, "adapters are loaded from the allowed folders alone", param="lora_path")
-    if not (found := [folder for folder in inside if folder.is_dir()]):
-        raise ApiError(404, "there is no such folder among the allowed ones", param="lora_path")
-    return found[0]
 
 
 @model_router.post("/v1/audio/assessments", tags=["answers"])

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ class ServerMetrics:
     def __init__(self, client: EngineClient) -> None:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("myna_http_requests", "Requests.", ["path", "status"], registry=registry)
-        self._first_audio = Histogram(
+        self.first_audio = Histogram(
             "myna_first_audio_seconds", "To the first byte of audio.", buckets=LATENCY_BUCKETS, registry=registry
         )
         self._seconds = Histogram(
@@ -45,8 +45,8 @@ class ServerMetrics:
         self._ends = Counter("myna_requests_finished", "Ends of requests.", ["finish_reason"], registry=registry)
         self._steps = Histogram("myna_step_seconds", "Of an engine's step.", buckets=STEP_BUCKETS, registry=registry)
         gauges = {
-            "myna_streams_speaking": ("Streams that have a row.", lambda: client.speaking),
-            "myna_requests_waiting": ("Requests that wait for a row.", lambda: client.waiting),
+            "myna_streams_speaking": ("Streams that have a row.", lambda: client.load.speaking),
+            "myna_requests_waiting": ("Requests that wait for a row.", lambda: client.load.waiting),
             "myna_requests_in_flight": ("Requests that were taken and have not ended.", lambda: client.in_flight),
             "myna_rows": ("Streams that are spoken at a time.", lambda: client.settings.rows),
             "myna_engine_restarts": ("Times that the engine process was started again.", lambda: client.restarts),
@@ -63,9 +63,6 @@ class ServerMetrics:
         self._requests.labels(getattr(route, "path", "other"), str(status)).inc()
         if getattr(route, "path", "") == "/v1/audio/speech" and status == 200:
             self._seconds.observe(seconds)
-
-    def observe_first_audio(self, seconds: float) -> None:
-        self._first_audio.observe(seconds)
 
     def render(self) -> bytes:
         """Return all figures in the text format."""
@@ -89,9 +86,9 @@ NAMED_SOURCE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})=(.+)")
 def resolve_sources(
     sources: Sequence[str], model: str | None, *, keep_adapters: bool = False
 ) -> tuple[str, dict[str, str]]:
-    """Return the model to open, and the adapters to load beside it by name. A single
-    LoRA is merged into its model, which speaks fastest. Several LoRAs, each perhaps as NAME=SOURCE, are loaded beside
-    their one base model. With `keep_adapters` a single LoRA is loaded beside it too, so that others can join it."""
+    """Return the model to open, and the adapters to load beside it by name. A single LoRA is merged into its model,
+    which speaks fastest. Several, each perhaps as NAME=SOURCE, are loaded beside their one base model. With
+    `keep_adapters` a single one is loaded beside it too, so that others can join it."""
     named = [_split_name(source) for source in sources]
     refs = [ModelRef.find(source, model) for _, source in named]
     has_lora = [ref.adapter is not None for ref in refs]
@@ -131,8 +128,6 @@ OPENAI_MODELS = frozenset(("tts-1", "tts-1-hd", "gpt-4o-mini-tts"))
 
 SHARED_FIELDS = {"language", "temperature", "top_k", "top_p", "max_seconds", "seed", "strength", "speed"}
 """Fields of a body that are fields of `SpeechRequest` too."""
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +182,8 @@ class ServerContext:
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     """Random id that tells servers at one address apart."""
     started_at: int = field(default_factory=lambda: int(time.time()))
-    _voices: dict[str, ReferenceRecording] = field(default_factory=dict)
+    voices: dict[str, ReferenceRecording] = field(default_factory=dict)
+    """Recordings of stored voices that were read, by id."""
     _weights: dict[str, str] = field(default_factory=dict)
     """Hashes of trained weights, by source."""
 
@@ -293,27 +289,21 @@ class ServerContext:
         except DataError:
             if name in OPENAI_VOICES:
                 return ()
-            names = await asyncio.to_thread(self.voice_names)
+            names = [DEFAULT_VOICE, *(voice.name for voice in await asyncio.to_thread(self.store.list_voices))]
             raise ApiError(
                 400,
                 f"there is no voice {name[:80]!r}; there are: {', '.join(names)}",
                 param="voice",
                 code="voice_not_found",
             ) from None
-        if voice.id not in self._voices:
-            self._voices[voice.id] = await asyncio.to_thread(self._read_voice, voice)
-        return (self._voices[voice.id],)
+        if voice.id not in self.voices:
+            self.voices[voice.id] = await asyncio.to_thread(self._read_voice, voice)
+        return (self.voices[voice.id],)
 
     def _read_voice(self, voice: StoredVoice) -> ReferenceRecording:
         recording, text = self.store.reference(voice)
         samples = read_reference(recording, self.sample_rate)
         return ReferenceRecording(samples, text, voice=voice.name, consent=voice.consent.id)
-
-    def voice_names(self) -> list[str]:
-        return [DEFAULT_VOICE, *(voice.name for voice in self.store.list_voices())]
-
-    def forget_voice(self, id: str) -> None:
-        self._voices.pop(id, None)
 
     async def _weights_hash(self, source: str) -> str:
         """Return the hash of the weights of a run or an adapter; empty for an untuned model."""
@@ -323,7 +313,7 @@ class ServerContext:
             self._weights[source] = await asyncio.to_thread(weights_sha256, weights) if weights is not None else ""
         return self._weights[source]
 
-    async def log(self, origin: SpeechOrigin, audio: bytes, details: Mapping[str, Any]) -> None:
+    async def log(self, origin: SpeechOrigin, audio: bytes, **details: Any) -> None:
         """Add audio that was sent to the speech log."""
         await asyncio.to_thread(log_speech, "streamed", origin, audio, **details)
 
@@ -331,6 +321,9 @@ class ServerContext:
 def server_context(connection: HTTPConnection) -> ServerContext:
     context: ServerContext = connection.app.state.context
     return context
+
+
+Result = TypeVar("Result")
 
 
 async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Awaitable[Result]) -> Result | None:

@@ -17,18 +17,16 @@ from multiprocessing.process import BaseProcess
 from threading import Event, Thread
 from typing import Any
 
+from myna.serve import messages
 from myna.serve.messages import (
-    AdapterMessage,
     AudioPiece,
-    CancelMessage,
     EngineInfo,
     EngineMessage,
     EngineSettings,
     Failure,
     RequestEnd,
-    RequestEvent,
-    SpeakMessage,
     StepReport,
+    WorkerLoad,
 )
 from myna.serve.schemas import ApiError
 
@@ -48,8 +46,8 @@ class EngineJob:
     """One request to the engine: its events as they come. Leaving it early cancels it."""
 
     def __init__(self, client: EngineClient, id: str) -> None:
-        self._client, self.id, self.adapter = client, id, ""
-        self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
+        self._client, self.id, self.adapter, self.began = client, id, "", time.monotonic()
+        self._events: asyncio.Queue[messages.RequestEvent] = asyncio.Queue()
         self.end: RequestEnd | None = None
 
     async def pieces(self) -> AsyncIterator[bytes]:
@@ -83,16 +81,15 @@ class EngineClient:
         """Facts of the loaded model; None while it is being loaded."""
         self.known: EngineInfo | None = None
         """Facts of the last model that was loaded."""
-        self.adapters: tuple[str, ...] = ()
+        self.load = WorkerLoad()
         self.load_failure: Failure | None = None
-        self.speaking = self.waiting = self.restarts = 0
+        self.restarts = 0
         self.on_report: Callable[[StepReport], None] = lambda _: None
         self._jobs: dict[str, EngineJob] = {}
         self._unsent: list[EngineMessage] = []
         self._numbers = itertools.count()
         self._seconds: deque[float] = deque(maxlen=32)
         """Seconds that the last requests took."""
-        self._began: dict[str, float] = {}
         self._heard = time.monotonic()
         self._connection: Connection | None = None
         self._process: BaseProcess | None = None
@@ -156,17 +153,20 @@ class EngineClient:
         """Send a message with a new id. A full queue refuses it, unless it does not count as a request."""
         self._check_loaded()
         if counts and self.in_flight >= self.capacity:
+            # Seconds until about half of the waiting requests will have been spoken.
+            mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
+            seconds = math.ceil(mean * self.settings.max_waiting / (2 * self.settings.rows))
             raise ApiError(
                 429,
                 f"{self.in_flight} requests are spoken or waiting, and no more are taken; try again in a moment",
                 kind="rate_limit_error",
                 code="queue_full",
-                headers={"retry-after": str(self._retry_seconds())},
+                headers={"retry-after": str(min(max(seconds, RETRY_RANGE[0]), RETRY_RANGE[1]))},
             )
         job = EngineJob(self, f"request {next(self._numbers)}")
-        self._jobs[job.id], self._began[job.id] = job, time.monotonic()
+        self._jobs[job.id] = job
         message = make_message(job.id)
-        job.adapter = message.request.adapter if isinstance(message, SpeakMessage) else ""
+        job.adapter = message.request.adapter if isinstance(message, messages.SpeakMessage) else ""
         self.send(message)
         return job
 
@@ -181,15 +181,8 @@ class EngineClient:
     def cancel(self, job: EngineJob) -> None:
         """End a request whose client has gone."""
         if self._jobs.pop(job.id, None) is not None:
-            self._began.pop(job.id, None)
             self._unsent = [one for one in self._unsent if getattr(one, "id", "") != job.id]
-            self.send(CancelMessage(job.id))
-
-    def _retry_seconds(self) -> int:
-        """Return the seconds until about half of the waiting requests will have been spoken."""
-        mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
-        expected = math.ceil(mean * self.settings.max_waiting / (2 * self.settings.rows))
-        return min(max(expected, RETRY_RANGE[0]), RETRY_RANGE[1])
+            self.send(messages.CancelMessage(job.id))
 
     # In the event loop, called by the thread.
 
@@ -198,7 +191,7 @@ class EngineClient:
         match message:
             case EngineInfo():
                 self.info = self.known = message
-                self.adapters, self.load_failure = message.adapters, None
+                self.load, self.load_failure = WorkerLoad(adapters=message.adapters), None
                 unsent, self._unsent = self._unsent, []
                 for one in unsent:
                     self.send(one)
@@ -206,24 +199,23 @@ class EngineClient:
                 self.load_failure = message
                 self._fail_all(message)
             case StepReport():
-                self.speaking, self.waiting, self.adapters = message.speaking, message.waiting, message.adapters
+                self.load = message.load
                 for event in message.events:
                     self._deliver(event)
                 self.on_report(message)
         self._changed.set()
 
-    def _deliver(self, event: RequestEvent) -> None:
-        job = self._jobs.get(event.id)
-        if job is None:
+    def _deliver(self, event: messages.RequestEvent) -> None:
+        if (job := self._jobs.get(event.id)) is None:
             return
         job._events.put_nowait(event)
         if isinstance(event, RequestEnd):
             del self._jobs[event.id]
-            self._seconds.append(time.monotonic() - self._began.pop(event.id))
+            self._seconds.append(time.monotonic() - job.began)
 
     def _died(self, exit_code: int | None, is_told: Event) -> None:
         """Fail the requests of an engine process that has ended. Unsent ones wait for the next process."""
-        self.info, self.speaking, self.waiting = None, 0, 0
+        self.info, self.load = None, WorkerLoad(adapters=self.load.adapters)
         self.restarts += 1
         log.error("the engine process ended with code %s; it is started again", exit_code)
         unsent = {getattr(message, "id", "") for message in self._unsent}
@@ -299,14 +291,14 @@ class AdapterCatalog:
         """Forget an adapter. Requests that speak with it continue."""
         async with self._lock:
             del self.sources[name]
-            if name in self._client.adapters:
+            if name in self._client.load.adapters:
                 await self._change(name, None)
 
     async def load(self, name: str) -> None:
         """Load an adapter into the engine, unless it is there."""
         self._last_use[name] = time.monotonic()
         async with self._lock:
-            loaded = self._client.adapters
+            loaded = self._client.load.adapters
             if name in loaded:
                 return
             if len(loaded) >= self._capacity:
@@ -321,7 +313,7 @@ class AdapterCatalog:
 
     async def _change(self, name: str, source: str | None) -> None:
         client = self._client
-        await client.submit(lambda id: AdapterMessage(id, name, source), counts=False).result()
+        await client.submit(lambda id: messages.AdapterMessage(id, name, source), counts=False).result()
         # An engine process that is started again loads them again.
-        loaded = {one: self.sources[one] for one in client.adapters if one in self.sources}
+        loaded = {one: self.sources[one] for one in client.load.adapters if one in self.sources}
         client.settings = replace(client.settings, adapters=loaded)

@@ -11,7 +11,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -31,7 +31,16 @@ from myna.models.ref import ModelRef
 from myna.provenance.credentials import check_installed
 from myna.provenance.watermark import MARK_NAME, StreamWatermark
 from myna.serve import messages
-from myna.serve.messages import AudioPiece, EngineInfo, EngineMessage, EngineSettings, Failure, RequestEnd, RequestEvent
+from myna.serve.messages import (
+    AudioPiece,
+    EngineInfo,
+    EngineMessage,
+    EngineSettings,
+    Failure,
+    RequestEnd,
+    RequestEvent,
+    WorkerLoad,
+)
 from myna.speak.answering import AnswerModel, AudioQuestion
 from myna.speak.batch import MAX_CONTEXT_SECONDS, RunningRequest, SpeechPlan, SpokenSegment
 from myna.speak.engine import Engine, encode_clip
@@ -95,9 +104,8 @@ WARM_UP_TEXTS = ("Good morning.", "Good morning, and welcome. " * 4, "Good morni
 def run_engine(settings: EngineSettings, connection: Connection) -> None:
     """Run the engine process until the other end of the pipe is closed. A terminal or a service manager sends its
     signals to the HTTP process too, which first waits for its requests."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in signal.valid_signals() & {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", None)}:
+        signal.signal(number, signal.SIG_IGN)
     inbox: SimpleQueue[EngineMessage | None] = SimpleQueue()
     Thread(target=_receive, args=(connection, inbox), daemon=True).start()
     try:
@@ -110,7 +118,10 @@ def run_engine(settings: EngineSettings, connection: Connection) -> None:
     connection.send(worker.info)
     reported = 0.0
     while True:
-        received = _read_inbox(inbox, wait=not worker.busy)
+        received = [] if worker.busy else [inbox.get()]
+        with suppress(Empty):
+            while True:
+                received.append(inbox.get_nowait())
         if None in received:
             return
         began = time.perf_counter()
@@ -127,16 +138,8 @@ def run_engine(settings: EngineSettings, connection: Connection) -> None:
             continue
         reported = now
         try:
-            connection.send(
-                messages.StepReport(
-                    events=tuple(events),
-                    speaking=worker.speaking,
-                    waiting=worker.waiting,
-                    seconds=now - began,
-                    adapters=worker.adapters,
-                )
-            )
-        except OSError:  # nobody reads any more
+            connection.send(messages.StepReport(tuple(events), now - began, worker.load))
+        except OSError:  # the pipe is closed
             return
 
 
@@ -147,15 +150,6 @@ def _receive(connection: Connection, inbox: SimpleQueue[EngineMessage | None]) -
         except (EOFError, OSError):
             inbox.put(None)
             return
-
-
-def _read_inbox(inbox: SimpleQueue[EngineMessage | None], *, wait: bool) -> list[EngineMessage | None]:
-    received = [inbox.get()] if wait else []
-    while True:
-        try:
-            received.append(inbox.get_nowait())
-        except Empty:
-            return received
 
 
 def _attempt(id: str, action: Callable[[], list[RequestEvent]]) -> list[RequestEvent]:
@@ -230,16 +224,8 @@ class SpeechWorker:
         return self._batch.busy or bool(self._encoding)
 
     @property
-    def speaking(self) -> int:
-        return self._batch.speaking
-
-    @property
-    def waiting(self) -> int:
-        return self._batch.waiting + len(self._encoding)
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        return self._engine.adapters
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(self._batch.speaking, self._batch.waiting + len(self._encoding), self._engine.adapters)
 
     def _warm_up(self) -> None:
         """Encode a second, and speak prompts of several lengths in every number of slots, to compile, capture and
@@ -348,15 +334,14 @@ class AnswerWorker:
         self._model, self._waiting = model, list[messages.AnswerMessage]()
         device = str(next(model.model.parameters()).device)
         self.info = EngineInfo(sample_rate=model.encoder.sample_rate, device=device, answers=True)
-        self.adapters, self.speaking = tuple[str, ...](), 0
 
     @property
     def busy(self) -> bool:
         return bool(self._waiting)
 
     @property
-    def waiting(self) -> int:
-        return len(self._waiting)
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(waiting=len(self._waiting))
 
     def handle(self, message: EngineMessage) -> list[RequestEvent]:
         match message:

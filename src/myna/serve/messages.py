@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from typing import NamedTuple
 
 from myna.audio.files import Samples
 from myna.core.config import Quantization
@@ -136,13 +137,17 @@ class RequestEnd:
 RequestEvent = AudioPiece | RequestEnd
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """Events of one step of the engine, and its load."""
+class WorkerLoad(NamedTuple):
+    """Numbers of requests that are spoken and that wait, and the loaded adapters."""
 
-    _: KW_ONLY
+    speaking: int = 0
+    waiting: int = 0
+    adapters: tuple[str, ...] = ()
+
+
+class StepReport(NamedTuple):
+    """Events of one step of the engine, its seconds, and the load after it."""
+
     events: tuple[RequestEvent, ...]
-    speaking: int
-    waiting: int
     seconds: float
-    adapters: tuple[str, ...]
+    load: WorkerLoad

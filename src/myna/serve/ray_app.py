@@ -130,7 +130,7 @@ class SpeechReplica:
     def record_routing_stats(self) -> dict[str, Any]:
         """Return the loaded adapters, for `WarmAdapterRouter`."""
         client = self._context.client
-        return {"warm": client.adapters if client.in_flight < client.settings.rows else ()}
+        return {"warm": client.load.adapters if client.in_flight < client.settings.rows else ()}
 
     async def engine_info(self) -> EngineInfo | None:
         return self._context.client.info

@@ -65,11 +65,8 @@ class ReplicaRegistry:
             if report.adapters.number == self._adapters.number:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_SECONDS):
-                        await self._changed.wait_for(lambda: self._is_new(report))
+                        await self._changed.wait_for(lambda: self._adapters.number != report.adapters.number)
         return self._adapters
-
-    def _is_new(self, report: ReplicaReport) -> bool:
-        return self._adapters.number != report.adapters.number
 
     async def change_adapter(self, name: str, source: str | None) -> str:
         """Add an adapter to all replicas, or remove it if there is no source. Return why a replica could not load it,
@@ -85,10 +82,11 @@ class ReplicaRegistry:
         problems = [one.failures[name] for one in self._live() if name in one.failures]
         if not is_done:
             problems.append(f"a replica has not loaded it within {CHANGE_SECONDS:g} s")
-        if problems:
-            self._apply(name, None)
-            await self._notify()
-        return problems[0] if problems else ""
+        if not problems:
+            return ""
+        self._apply(name, None)
+        await self._notify()
+        return problems[0]
 
     def _apply(self, name: str, source: str | None) -> int:
         sources = {one: folder for one, folder in self._adapters.sources.items() if one != name}
@@ -152,12 +150,7 @@ HAPROXY_VARIABLES = {
 
 
 def run_on_ray(
-    settings: ServerSettings,
-    address: str,
-    replicas: str,
-    *,
-    haproxy: bool,
-    on_ready: Callable[[EngineInfo], None],
+    settings: ServerSettings, address: str, replicas: str, *, haproxy: bool, on_ready: Callable[[EngineInfo], None]
 ) -> None:
     """Serve on a Ray cluster until SIGTERM or SIGINT, and then finish current speech within `drain_seconds`. `on_ready`
     is called when the first replicas are loaded and warm."""
@@ -235,21 +228,19 @@ def deployment_options(
 def _absolute(settings: ServerSettings) -> ServerSettings:
     """Make all paths absolute: replicas have working directories of their own."""
 
-    def absolute(source: str | None) -> str | None:
-        return str(Path(source).absolute()) if source is not None and Path(source).exists() else source
+    def absolute(source: str) -> str:
+        return str(Path(source).absolute()) if Path(source).exists() else source
 
-    engine = settings.engine
-    source = absolute(engine.source)
-    assert source is not None
-    adapters = {name: str(absolute(folder)) for name, folder in engine.adapters.items()}
+    engine, voices = settings.engine, settings.voices
+    named = {name: getattr(engine, name) for name in ("source", "model", "codec")}
+    paths: dict[str, Any] = {name: absolute(source) for name, source in named.items() if source is not None}
+    paths["adapters"] = {name: absolute(folder) for name, folder in engine.adapters.items()}
     return replace(
         settings,
-        engine=replace(
-            engine, source=source, model=absolute(engine.model), codec=absolute(engine.codec), adapters=adapters
-        ),
+        engine=replace(engine, **paths),
         adapter_folders=tuple(folder.absolute() for folder in settings.adapter_folders),
-        voices=settings.voices.absolute() if settings.voices is not None else None,
-        asr=absolute(settings.asr),
+        voices=voices.absolute() if voices is not None else None,
+        asr=absolute(settings.asr) if settings.asr is not None else None,
     )
 
 

@@ -8,7 +8,6 @@ import hmac
 import json
 import signal
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -18,7 +17,7 @@ from ipaddress import ip_address
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.datastructures import Headers
@@ -185,15 +184,11 @@ class TimedHttpProtocol(HttpToolsProtocol):
 
     def _restart_timer(self) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(HEADER_SECONDS, self._drop)
+        self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-
-    def _drop(self) -> None:
-        self.transport.close()
 
 
 PAGE_FILES = {"page.js": "text/javascript", "page.css": "text/css"}
@@ -227,11 +222,10 @@ def create_app(context: ServerContext) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.context = context
-    for router in (speech_routes.router, catalog_routes.voice_router, catalog_routes.model_router):
-        app.include_router(router)
-    _add_status_routes(app)
-    _add_page(app)
-    _add_error_handlers(app)
+    for routes in (speech_routes.router, catalog_routes.voice_router, catalog_routes.model_router, router):
+        app.include_router(routes)
+    for error in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(error, refuse)
     settings = context.settings
     app.add_middleware(
         RequestGuard,
@@ -242,41 +236,52 @@ def create_app(context: ServerContext) -> FastAPI:
     return app
 
 
-def _add_status_routes(app: FastAPI) -> None:
-    @app.get("/health", tags=["status"])
-    async def health(request: Request) -> Response:
-        """Return whether the server and its engine work."""
-        client = server_context(request).client
-        state = {"status": "ok" if client.healthy else "failed", "engine_restarts": client.restarts}
-        return JSONResponse(state, 200 if client.healthy else 503)
-
-    @app.get("/ready", tags=["status"])
-    async def ready(request: Request) -> Response:
-        """Return whether the model is loaded and warm."""
-        client = server_context(request).client
-        return JSONResponse({"ready": client.ready}, 200 if client.ready else 503)
-
-    @app.get("/metrics", tags=["status"], response_class=PlainTextResponse)
-    async def metrics(request: Request) -> Response:
-        """Return figures for Prometheus."""
-        return Response(await server_context(request).render_metrics(), media_type="text/plain; version=0.0.4")
+router = APIRouter()
 
 
-def _add_page(app: FastAPI) -> None:
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return HTMLResponse(_page_file("page.html"), headers=PAGE_HEADERS)
+@router.get("/health", tags=["status"])
+async def health(request: Request) -> Response:
+    """Return whether the server and its engine work."""
+    client = server_context(request).client
+    state = {"status": "ok" if client.healthy else "failed", "engine_restarts": client.restarts}
+    return JSONResponse(state, 200 if client.healthy else 503)
 
-    @app.get("/page/{name}", include_in_schema=False)
-    async def page_file(name: str) -> Response:
-        if name not in PAGE_FILES:
-            raise ApiError(404, "there is no such file")
-        return Response(_page_file(name), media_type=PAGE_FILES[name], headers=PAGE_HEADERS)
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs(request: Request) -> Response:
-        """Return the interface as a page. FastAPI's own page loads scripts from elsewhere."""
-        return HTMLResponse(_docs_page(request.app), headers=PAGE_HEADERS)
+@router.get("/ready", tags=["status"])
+async def ready(request: Request) -> Response:
+    """Return whether the model is loaded and warm."""
+    is_ready = server_context(request).client.ready
+    return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+
+
+@router.get("/metrics", tags=["status"], response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Return figures for Prometheus."""
+    return Response(await server_context(request).render_metrics(), media_type="text/plain; version=0.0.4")
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    return HTMLResponse(_page_file("page.html"), headers=PAGE_HEADERS)
+
+
+@router.get("/page/{name}", include_in_schema=False)
+async def page_file(name: str) -> Response:
+    if name not in PAGE_FILES:
+        raise ApiError(404, "there is no such file")
+    return Response(_page_file(name), media_type=PAGE_FILES[name], headers=PAGE_HEADERS)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    """Return the interface as a page. FastAPI's own page loads scripts from elsewhere."""
+    from jinja2 import Environment, Undefined
+
+    environment, schema = Environment(autoescape=True), request.app.openapi()
+    environment.filters["json"] = lambda default: "null" if isinstance(default, Undefined) else json.dumps(default)
+    template = environment.from_string(_page_file("docs.html").decode())
+    shown = template.render(paths=schema["paths"], schemas=schema["components"]["schemas"], version=__version__)
+    return HTMLResponse(shown, headers=PAGE_HEADERS)
 
 
 @cache
@@ -284,72 +289,20 @@ def _page_file(name: str) -> bytes:
     return files("myna.serve").joinpath(name).read_bytes()
 
 
-def _docs_page(app: FastAPI) -> str:
-    from jinja2 import Environment
-
-    schema = app.openapi()
-    routes = [
-        {
-            "method": method.upper(),
-            "path": path,
-            "text": route.get("description", ""),
-            "fields": list(_fields(schema, route)),
-        }
-        for path, methods in schema["paths"].items()
-        for method, route in methods.items()
-    ]
-    template = Environment(autoescape=True).from_string(_page_file("docs.html").decode())
-    return template.render(routes=routes, version=__version__)
-
-
-def _fields(schema: dict[str, Any], route: dict[str, Any]) -> Any:
-    """Yield name, type, default and meaning of the parameters and body fields of a route."""
-    for parameter in route.get("parameters", ()):
-        yield _field(schema, parameter["name"], parameter["schema"], required=parameter.get("required", False))
-    for content in route.get("requestBody", {}).get("content", {}).values():
-        body = _resolved(schema, content["schema"])
-        for name, field in body.get("properties", {}).items():
-            yield _field(schema, name, field, required=name in body.get("required", ()))
-
-
-def _field(schema: dict[str, Any], name: str, field: dict[str, Any], *, required: bool) -> dict[str, str]:
-    kinds = [_kind(schema, one) for one in field.get("anyOf", [field])]
-    default = "required" if required else json.dumps(field.get("default"))
-    return {"name": name, "kind": " or ".join(kinds), "default": default, "text": field.get("description", "")}
-
-
-def _kind(schema: dict[str, Any], field: dict[str, Any]) -> str:
-    field = _resolved(schema, field)
-    if "enum" in field:
-        return ", ".join(field["enum"])
-    return str(field.get("title") if field.get("type") == "object" else field.get("type", "any"))
-
-
-def _resolved(schema: dict[str, Any], field: dict[str, Any]) -> dict[str, Any]:
-    name = field.get("$ref", "").rpartition("/")[2]
-    return schema["components"]["schemas"][name] if name else field
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def refuse(_: Request, error: ApiError) -> Response:
-        return error.response()
-
-    @app.exception_handler(RequestValidationError)
-    async def refuse_body(_: Request, error: RequestValidationError) -> Response:
-        return validation_error(error.errors()).response()
-
-    @app.exception_handler(HTTPException)
-    async def refuse_route(request: Request, error: HTTPException) -> Response:
-        if isinstance(error.__cause__, ApiError):  # FastAPI's own words for anything that happens to a body
-            return error.__cause__.response()
-        texts = {404: f"there is no {request.url.path[:200]}", 405: f"{request.method} is not for this path"}
-        message = texts.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=error.headers).response()
-
-    @app.exception_handler(Exception)
-    async def refuse_bug(_: Request, __: Exception) -> Response:
-        return ApiError(500, "the server has failed; its log says how").response()
+async def refuse(request: Request, error: Exception) -> Response:
+    """Answer an error of a route in the shape of OpenAI's API."""
+    match error:
+        case ApiError():
+            return error.response()
+        case RequestValidationError():
+            return validation_error(error.errors()).response()
+        case HTTPException(__cause__=ApiError() as cause):  # FastAPI's own words for anything that happens to a body
+            return cause.response()
+        case HTTPException():
+            texts = {404: f"there is no {request.url.path[:200]}", 405: f"{request.method} is not for this path"}
+            message = texts.get(error.status_code, str(error.detail))
+            return ApiError(error.status_code, message, headers=error.headers).response()
+    return ApiError(500, "the server has failed; its log says how").response()
 
 
 MAX_CONNECTIONS_PER_REQUEST = 4
@@ -378,9 +331,14 @@ def run_server(settings: ServerSettings, listener: socket.socket, on_ready: Call
     )
     server = uvicorn.Server(config)
 
+    async def announce() -> None:
+        await context.client.wait_until_loaded()
+        assert context.client.info is not None
+        on_ready(context.client.info)
+
     async def serve() -> None:
         running = asyncio.ensure_future(server.serve(sockets=[listener]))
-        loading = asyncio.ensure_future(_announce(context, on_ready))
+        loading = asyncio.ensure_future(announce())
         await asyncio.wait({running, loading}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done() and loading.exception() is not None:
             server.should_exit = True
@@ -395,18 +353,9 @@ def run_server(settings: ServerSettings, listener: socket.socket, on_ready: Call
         raise SpeakError(failure.message, hint=failure.hint)
 
 
-async def _announce(context: ServerContext, on_ready: Callable[[EngineInfo], None]) -> None:
-    await context.client.wait_until_loaded()
-    assert context.client.info is not None
-    on_ready(context.client.info)
-
-
 @contextmanager
 def _quiet_signals() -> Iterator[None]:
     """Ignore signals: uvicorn raises the signal that ended it again after its shutdown."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

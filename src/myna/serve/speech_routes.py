@@ -120,13 +120,13 @@ async def _speak_whole(
         pcm, end = await job.result()
     finally:
         job.cancel()
-    settings = (body.response_format, context.sample_rate, prepared.origin)
-    content, is_signed = await asyncio.to_thread(_finished_file, pcm, *settings)
-    await context.log(prepared.origin, pcm, {"finish_reason": end.finish_reason, "signed": is_signed})
+    form = body.response_format
+    content, is_signed = await asyncio.to_thread(_finished_file, pcm, form, context.sample_rate, prepared.origin)
+    await context.log(prepared.origin, pcm, finish_reason=end.finish_reason, signed=is_signed)
     return SpokenItem(
         index=0,
         audio=base64.b64encode(content).decode(),
-        format=body.response_format,
+        format=form,
         seed=prepared.origin.seed,
         finish_reason=end.finish_reason or "error",
         warnings=list(end.warnings),
@@ -170,13 +170,13 @@ class SpeechResponse(Response):
             if given and not is_logged:
                 is_logged = True
                 reason = job.end.finish_reason if job.end is not None else "cancelled"
-                await asyncio.shield(self._context.log(self._prepared.origin, bytes(given), {"finish_reason": reason}))
+                await asyncio.shield(self._context.log(self._prepared.origin, bytes(given), finish_reason=reason))
 
         async def send_body(data: bytes, *, more: bool = True) -> None:
             nonlocal is_started
             if not is_started:
                 is_started = True
-                self._context.metrics.observe_first_audio(time.monotonic() - began)
+                self._context.metrics.first_audio.observe(time.monotonic() - began)
                 await send({"type": "http.response.start", "status": 200, "headers": self._response_headers()})
             message = {"type": "http.response.body", "body": data, "more_body": more}
             # Not `wait_for`: in Python 3.11 it forgets that it was cancelled where what it waits for has just ended,
@@ -426,7 +426,7 @@ class SpeechSession:
             encoder.close()
             if given:
                 reason = job.end.finish_reason if job.end is not None else "cancelled"
-                await asyncio.shield(context.log(prepared.origin, bytes(given), {"finish_reason": reason}))
+                await asyncio.shield(context.log(prepared.origin, bytes(given), finish_reason=reason))
 
     async def _send(self, message: dict[str, Any]) -> None:
         await self._socket.send_text(json.dumps(message))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import multiprocessing
+import os
 import struct
 import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,13 +61,13 @@ class UploadDecoder:
                     context = multiprocessing.get_context("spawn")
                     self._pool = ProcessPoolExecutor(1, context, initializer=_start_process)
                     async with asyncio.timeout(MAX_START_SECONDS):
-                        await loop.run_in_executor(self._pool, _wait_for_process)
+                        await loop.run_in_executor(self._pool, os.getpid)  # which returns when the process has started
                 pending = loop.run_in_executor(self._pool, _decode, data, sample_rate, max_seconds)
                 async with asyncio.timeout(MAX_DECODE_SECONDS):
                     samples = await pending
             except AudioError as error:
                 raise ApiError.of(error, param=param) from None
-            except (BrokenProcessPool, MemoryError, TimeoutError):
+            except (BrokenExecutor, MemoryError, TimeoutError):
                 self.close()
                 raise ApiError(400, "the recording cannot be decoded within the limits", param=param) from None
             self._decoded[key] = samples
@@ -99,10 +98,6 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MAX_UPLOAD_BYTES, 2 * MAX_UPLOAD_BYTES))
 
 
-def _wait_for_process() -> None:
-    """Return when the process has started."""
-
-
 def _decode(data: bytes, sample_rate: int, max_seconds: float) -> Samples:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, RECORDING_NAME + sniff_suffix(data))
@@ -131,7 +126,7 @@ def recording_bytes(text: str, *, param: str) -> bytes:
         )
     try:
         return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise ApiError(400, f"{param}: this is neither base64 nor a data URL", param=param) from None
 
 
@@ -168,10 +163,8 @@ class AudioEncoder:
         self._sample_rate, self._pts = sample_rate, 0
         self._container: Any = None
         self._header = wav_header(sample_rate, None) if format == "wav" else b""
-        if format in CONTAINERS:
-            self._open(CONTAINERS[format])
-
-    def _open(self, kind: _Container) -> None:
+        if (kind := CONTAINERS.get(format)) is None:
+            return
         import av
 
         self._written = _Sink()
@@ -213,19 +206,16 @@ class AudioEncoder:
             self._container.mux(packet)
 
 
-class _Sink:
+class _Sink(bytearray):
     """File that is read while it is written, and never changed afterwards."""
 
-    def __init__(self) -> None:
-        self._content = bytearray()
-
     def write(self, data: bytes) -> int:
-        self._content += data
+        self.extend(data)
         return len(data)
 
     def take(self) -> bytes:
-        content = bytes(self._content)
-        self._content.clear()
+        content = bytes(self)
+        self.clear()
         return content
 
 
