@@ -97,10 +97,7 @@ async def create_voice_consent(
     store = server_context(request).store
     return _consent_object(
         await _from_recording(
-            request,
-            recording,
-            "recording",
-            lambda file, checker: store.create_consent(name, file, language, checker),
+            request, recording, "recording", lambda file, checker: store.create_consent(name, file, language, checker)
         )
     )
 

@@ -323,12 +323,7 @@ class SpeechBatch:
         return next(self._places)
 
     def submit(
-        self,
-        plan: SpeechPlan,
-        *,
-        id: str = "",
-        watermark: StreamWatermark | None = None,
-        place: int | None = None,
+        self, plan: SpeechPlan, *, id: str = "", watermark: StreamWatermark | None = None, place: int | None = None
     ) -> RunningRequest:
         """Queue a request. A lower priority comes first, then a lower place. Its failure ends this request alone."""
         running = RunningRequest(self._engine, plan, id=id, watermark=watermark)
