@@ -313,7 +313,7 @@ def wrong_fused_forward(monkeypatch: pytest.MonkeyPatch) -> None:
         swiglu(hidden, activated)
         activated.x.mul_(1.05)
 
-    monkeypatch.setattr(fused, "swiglu", wrong)
+    monkeypatch.setattr(linear, "swiglu", wrong)
 
 
 def wrong_fused_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +323,7 @@ def wrong_fused_backward(monkeypatch: pytest.MonkeyPatch) -> None:
         backward(d_activated, hidden, d_hidden)
         d_hidden.x.mul_(1.05)
 
-    monkeypatch.setattr(fused, "swiglu_backward", wrong)
+    monkeypatch.setattr(linear, "swiglu_backward", wrong)
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_an_exception_fails_its_check_and_the_others_are_run(speaking: Path, mon
     def broken(*_: Any) -> None:
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(fused, "swiglu", broken)
+    monkeypatch.setattr(linear, "swiglu", broken)
     certificate = verify(speaking)
     assert failures(certificate) == ["fused = plain"] and len(certificate.checks) == len(ALL_CHECKS)
     assert "RuntimeError: no kernel image is available" in certificate.verdict
@@ -504,7 +504,7 @@ def test_the_command_writes_a_page_and_exits_with_the_verdict(
     page = (tmp_path / "out" / "verify.html").read_text(encoding="utf-8")
     assert "<h1>Verified</h1>" in page and "forward = transformers" in page
     assert not re.search(r"(?:src|href)=.?https?:", page)
-    monkeypatch.setattr(fused, "swiglu", lambda *_: None)
+    monkeypatch.setattr(linear, "swiglu", lambda *_: None)
     result = run_command(words, catch=True)
     assert result.exit_code == 1 and "fused = plain failed" in " ".join(result.output.split())
     assert not json.loads((tmp_path / "out" / "verify.json").read_text(encoding="utf-8"))["passed"]

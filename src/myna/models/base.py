@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
@@ -187,6 +188,8 @@ class Family(ABC):
     """Function that returns the configuration of the released model."""
     objective_type: ClassVar[Any]
     """Class of the training objective, which takes the settings of `objective`."""
+    reference_module: ClassVar[str]
+    """Module with forward pass and generation as transformers does them."""
 
     def __init__(self, source: str, config: Any, folder: Path | None, codec: str | None = None) -> None:
         self.source, self.config, self.folder, self._codec = source, config, folder, codec
@@ -309,13 +312,15 @@ class Family(ABC):
     def probe(self) -> Conversation:
         """Return a conversation with random audio and an answer, to compare two models by their logits."""
 
-    @abstractmethod
     def transformers_forward(self, model: nn.Module, sequence: RenderedSequence) -> TransformersForward:
         """Run transformers' own forward pass with the same weights, for `myna verify`."""
+        reference: Any = import_module(self.reference_module)
+        return reference.transformers_forward(self, get_base_model(model), sequence)  # type: ignore[no-any-return]
 
-    @abstractmethod
     def transformers_generate(self, model: nn.Module, prompt: RenderedSequence, steps: int) -> TransformersGeneration:
         """Run transformers' own `generate`, greedy, for at least this many frames or tokens, for `myna verify`."""
+        reference: Any = import_module(self.reference_module)
+        return reference.transformers_generate(self, get_base_model(model), prompt, steps)  # type: ignore[no-any-return]
 
     @abstractmethod
     def save_model(

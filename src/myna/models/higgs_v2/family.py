@@ -71,6 +71,7 @@ class HiggsV2(base.SpeakingFamily):
     builtin_config = staticmethod(builtin_config)
     frame_rate = FRAME_RATE
     objective_type: ClassVar = HiggsObjective
+    reference_module = "myna.models.higgs_v2.transformers_reference"
 
     @cached_property
     def renderer(self) -> HiggsRenderer:
@@ -171,18 +172,6 @@ class HiggsV2(base.SpeakingFamily):
         voice = Reference("One, two, three.", AudioClip("reference", reference))
         spoken = AudioClip("target", target, target=True)
         return speech_conversation("Four, five.", id="probe", references=(voice,), target=spoken)
-
-    def transformers_forward(self, model: nn.Module, sequence: base.RenderedSequence) -> base.TransformersForward:
-        from myna.models.higgs_v2.transformers_reference import transformers_forward
-
-        return transformers_forward(base.get_base_model(model), sequence)
-
-    def transformers_generate(
-        self, model: nn.Module, prompt: base.RenderedSequence, steps: int
-    ) -> base.TransformersGeneration:
-        from myna.models.higgs_v2.transformers_reference import transformers_generate
-
-        return transformers_generate(base.get_base_model(model), prompt, steps)
 
     def save_model(
         self, model: nn.Module, folder: Path, *, layout: str = "transformers", codec: Path | None = None

@@ -9,6 +9,7 @@ import torch
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration, PreTrainedTokenizerFast
 
 from myna.models.files import byte_tokenizer, quiet_transformers
+from myna.models.higgs_v2.checkpoint import SPECIAL_IDS
 from myna.models.higgs_v2.codec import codec_classes
 
 SPECIAL_TOKENS = (
@@ -40,12 +41,8 @@ def tiny_config(
         codebook_size=codebook_size + 2,
         audio_stream_bos_id=codebook_size,
         audio_stream_eos_id=codebook_size + 1,
-        pad_token_id=ids("<|end_of_text|>"),
         bos_token_id=ids("<|begin_of_text|>"),
-        eos_token_id=ids("<|eot_id|>"),
-        audio_bos_token_id=ids("<|audio_out_bos|>"),
-        audio_delay_token_id=ids("<|reserved_special_token_6|>"),
-        audio_token_id=ids("<|AUDIO_OUT|>"),
+        **{setting: ids(token) for setting, token in SPECIAL_IDS.items()},
     )
 
 

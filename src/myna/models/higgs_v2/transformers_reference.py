@@ -17,7 +17,7 @@ from myna.models.base import IGNORE_INDEX, RenderedSequence, TransformersForward
 
 
 @torch.no_grad()
-def transformers_forward(core: Any, sequence: RenderedSequence) -> TransformersForward:
+def transformers_forward(_: Any, core: Any, sequence: RenderedSequence) -> TransformersForward:
     """Run the model's own `forward` on one sequence, without padding."""
     config = core.config
     hidden = core.model(**_inputs(core, sequence)).last_hidden_state[0, :-1]
@@ -38,7 +38,7 @@ def transformers_forward(core: Any, sequence: RenderedSequence) -> TransformersF
 
 
 @torch.no_grad()
-def transformers_generate(core: Any, prompt: RenderedSequence, frames: int) -> TransformersGeneration:
+def transformers_generate(_: Any, core: Any, prompt: RenderedSequence, frames: int) -> TransformersGeneration:
     """Run the model's own `generate`, greedy. It may choose the begin of stream as a code, or end another codebook
     before the first, which our decoder never does; nothing is compared from there on."""
     config, books = core.config, core.config.num_codebooks

@@ -69,6 +69,7 @@ class Phi4(base.AnsweringFamily):
     modules: ClassVar = MODULES
     builtin_config = staticmethod(builtin_config)
     objective_type: ClassVar = Phi4Objective
+    reference_module = "myna.models.phi4.transformers_reference"
     _grammar: TokenGrammar | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,19 +141,6 @@ class Phi4(base.AnsweringFamily):
     def probe(self) -> Conversation:
         features = np.random.default_rng(0).integers(0, MAX_CODE, (64, self.config.audio_config.input_size), "u2")
         return answer_conversation("What is said?", AudioClip("clip", features), id="probe", answer="One, two, three.")
-
-    def transformers_forward(self, model: nn.Module, sequence: base.RenderedSequence) -> base.TransformersForward:
-        from myna.models.phi4.transformers_reference import transformers_forward
-
-        return transformers_forward(base.get_base_model(model), sequence, self.collate([sequence]))
-
-    def transformers_generate(
-        self, model: nn.Module, prompt: base.RenderedSequence, steps: int
-    ) -> base.TransformersGeneration:
-        from myna.models.phi4.transformers_reference import transformers_generate
-
-        ends = checkpoint.eos_ids(self.config)
-        return transformers_generate(base.get_base_model(model), prompt, self.collate([prompt]), steps, ends)
 
     def save_model(
         self,

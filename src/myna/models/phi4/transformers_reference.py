@@ -13,31 +13,30 @@ import torch.nn.functional as F
 from transformers import GenerationConfig
 
 from myna.models.base import IGNORE_INDEX, RenderedSequence, TransformersForward, TransformersGeneration
-from myna.models.phi4.batch import Phi4Batch
+from myna.models.phi4 import checkpoint
+from myna.models.phi4.family import Phi4
 
 
 @torch.no_grad()
-def transformers_forward(core: Any, sequence: RenderedSequence, batch: Phi4Batch) -> TransformersForward:
-    """Run the model's own `forward` on one sequence. Only the features of the `batch` are used."""
-    logits = core(**_inputs(core, sequence, batch)).logits[0, :-1].float()
+def transformers_forward(family: Phi4, core: Any, sequence: RenderedSequence) -> TransformersForward:
+    """Run the model's own `forward` on one sequence."""
+    logits = core(**_inputs(family, core, sequence)).logits[0, :-1].float()
     targets = torch.from_numpy(sequence.labels[1:]).to(logits.device)
     total = F.cross_entropy(logits, targets, reduction="sum")
     return TransformersForward(total[None].double().cpu(), logits[targets != IGNORE_INDEX].flatten().cpu())
 
 
 @torch.no_grad()
-def transformers_generate(
-    core: Any, prompt: RenderedSequence, batch: Phi4Batch, tokens: int, eos_ids: tuple[int, ...]
-) -> TransformersGeneration:
+def transformers_generate(family: Phi4, core: Any, prompt: RenderedSequence, tokens: int) -> TransformersGeneration:
     """Run the model's own `generate`, greedy; placeholders of audio are never chosen, as transformers needs their
     clips."""
-    known = core.generation_config
+    known, eos_ids = core.generation_config, checkpoint.eos_ids(family.config)
     core.generation_config = GenerationConfig(
         eos_token_id=list(eos_ids), pad_token_id=eos_ids[0], suppress_tokens=[core.config.audio_config.audio_token_id]
     )
     try:
         result = core.generate(
-            **_inputs(core, prompt, batch),
+            **_inputs(family, core, prompt),
             max_new_tokens=tokens,
             do_sample=False,
             return_dict_in_generate=True,
@@ -58,8 +57,8 @@ def transformers_generate(
     )
 
 
-def _inputs(core: Any, sequence: RenderedSequence, batch: Phi4Batch) -> dict[str, Any]:
-    device = core.lm_head.weight.device
+def _inputs(family: Phi4, core: Any, sequence: RenderedSequence) -> dict[str, Any]:
+    device, batch = core.lm_head.weight.device, family.collate([sequence])  # for its features alone
     ids = torch.from_numpy(sequence.ids)[None].to(device)
     return {
         "input_ids": ids,
