@@ -24,7 +24,7 @@ from myna.core.config import AdaptSettings
 from myna.core.errors import MynaError
 from myna.models import open_family, save_tiny_model
 from myna.models.code_sampling import log_probabilities, sample_frame
-from myna.models.higgs_v2 import decode, fused
+from myna.models.higgs_v2 import decode
 from myna.models.higgs_v2.codec import HiggsCodec
 from myna.models.higgs_v2.decode.weights import HiggsAdapterSlots
 from myna.models.higgs_v2.family import HiggsV2
