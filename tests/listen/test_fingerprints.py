@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from myna.listen.fingerprints import bit_error, find_duplicates, fingerprint
+from myna.listen.fingerprints import find_duplicates, fingerprint
 from tests.listen.signals import SAMPLE_RATE, babble, through_mp3
 
 
@@ -17,7 +17,6 @@ def test_a_copy_through_mp3_and_a_shift_is_found_and_placed() -> None:
     assert (match.first, match.second) == (3, 12)
     assert match.first_start - match.second_start == pytest.approx(0.4, abs=0.1)
     assert match.seconds > 3.5
-    assert match.bit_error < 0.3
 
 
 def test_a_passage_inside_other_recordings_is_found_with_its_place() -> None:
@@ -43,9 +42,6 @@ def test_silence_and_noise_have_no_copies() -> None:
     noises = [rng.normal(0, 0.1, 3 * SAMPLE_RATE).astype(np.float32) for _ in range(5)]
     prints = [fingerprint(clip, SAMPLE_RATE) for clip in [silence, silence, *noises]]
     assert find_duplicates(prints) == []
-    assert bit_error(prints[0], prints[1]) == 0.5
-    assert bit_error(prints[2], prints[2]) == 0
-    assert bit_error(prints[2], prints[3]) == pytest.approx(0.5, abs=0.05)
 
 
 def test_short_clips_have_no_fingerprint_and_do_no_harm() -> None:

@@ -72,6 +72,12 @@ class ASR:
 
     def __init__(self, backend: FasterWhisper | TransformersWhisper) -> None:
         self._backend = backend
+        self.name = backend.name
+        """Identity of the weights, independent of their location. A transcript by another model is made again."""
+        self.note = backend.note
+        """Reason why the model is not on the requested device; empty if it is."""
+        self.batch_size = backend.batch_size
+        """Best number of clips per batch: 1 on a CPU, where two windows take twice the time of one."""
 
     @classmethod
     def open(
@@ -92,16 +98,6 @@ class ASR:
             return cls(FasterWhisper.open(folder, name, device, workers, threads))
         return cls(TransformersWhisper.open(folder, name, str(pick_device(device)), float16=float16))
 
-    @property
-    def name(self) -> str:
-        """Identity of the weights, independent of their location. A transcript by another model is made again."""
-        return self._backend.name
-
-    @property
-    def note(self) -> str:
-        """Reason why the model is not on the requested device; empty if it is."""
-        return self._backend.note
-
     def transcribe(self, samples: Samples, sample_rate: int, language: str | None = "en") -> Transcript:
         """Transcribe one clip. `language` is Whisper's code (en, ar, vi); None detects the language."""
         clip = as_mono_16khz(samples, sample_rate)
@@ -110,11 +106,6 @@ class ASR:
             return Transcript("", looped=False)
         text = self._backend.transcribe(clip, language)
         return Transcript(text, is_loop(text))
-
-    @property
-    def batch_size(self) -> int:
-        """Best number of clips per batch: 1 on a CPU."""
-        return self._backend.batch_size
 
     def transcribe_batch(
         self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
@@ -213,6 +204,7 @@ ASR_HINT = (
 class FasterWhisper:
     def __init__(self, model: Any, name: str, note: str = "") -> None:
         self._model, self.name, self.note = model, name, note
+        self.batch_size = GPU_BATCH_CLIPS if model.model.device == "cuda" else 1
 
     @classmethod
     def open(cls, folder: Path, name: str, device: str, workers: int, threads: int = 0) -> FasterWhisper:
@@ -249,14 +241,8 @@ class FasterWhisper:
             note = f"faster-whisper runs on the CPU, since it does not on {target}: {error}"
             on_gpu, model = False, load(False)
         size = (folder / WEIGHTS_FILE).stat().st_size
-        # Another precision may give another transcript.
-        numbers = " float16" if on_gpu else ""
-        return cls(model, f"faster-whisper {version('faster-whisper')} {Path(name).name} {size}{numbers}", note)
-
-    @property
-    def batch_size(self) -> int:
-        """Best number of clips per batch. On a CPU two windows take twice the time of one."""
-        return GPU_BATCH_CLIPS if self._model.model.device == "cuda" else 1
+        precision = " float16" if on_gpu else ""  # another one may give another transcript
+        return cls(model, f"faster-whisper {version('faster-whisper')} {Path(name).name} {size}{precision}", note)
 
     def transcribe(self, clip: Samples, language: str | None) -> str:
         segments, _ = self._model.transcribe(
@@ -294,6 +280,7 @@ class TransformersWhisper:
 
     def __init__(self, model: Any, features: Any, tokenizer: Any, name: str) -> None:
         self._model, self._features, self._tokenizer, self.name = model, features, tokenizer, name
+        self.batch_size = GPU_BATCH_CLIPS if model.device.type == "cuda" else 1
 
     @classmethod
     def open(cls, folder: Path, name: str, device: str, *, float16: bool = False) -> TransformersWhisper:
@@ -323,11 +310,6 @@ class TransformersWhisper:
         if float16 and device.startswith("cuda"):
             model, label = model.half(), f"{label} float16"
         return cls(model, features, tokenizer, label)
-
-    @property
-    def batch_size(self) -> int:
-        """Best number of clips per batch."""
-        return GPU_BATCH_CLIPS if self._model.device.type == "cuda" else 1
 
     @cached_property
     def _whisper(self) -> Any:

@@ -42,7 +42,6 @@ class DuplicateMatch(NamedTuple):
     first_start: float
     second_start: float
     seconds: float
-    bit_error: float
 
 
 def fingerprint(samples: Samples, sample_rate: int) -> bytes:
@@ -64,25 +63,23 @@ def fingerprint(samples: Samples, sample_rate: int) -> bytes:
     return bytes(np.where(loud[1:], packed, 0).astype("<u4").tobytes())
 
 
-def bit_error(first: bytes, second: bytes) -> float:
-    """Return the share of bits that differ, word by word from the beginning; words of silence count as half wrong."""
-    one, other = _words(first), _words(second)
-    length = min(len(one), len(other))
-    return float(_word_errors(one[:length], other[:length]).mean()) if length else 0.5
+def find_duplicates(fingerprints: Sequence[bytes]) -> list[DuplicateMatch]:
+    """Find passages that two fingerprints share, or that one holds twice; longest first.
 
-
-def find_duplicates(
-    fingerprints: Sequence[bytes], *, max_bit_error: float = MAX_BIT_ERROR, min_seconds: float = MIN_MATCH_SECONDS
-) -> list[DuplicateMatch]:
-    """Find passages of at least `min_seconds` that two fingerprints share, or that one holds twice; longest first.
-
-    Candidates have words in common at equal distances (an inverted index); each is verified by its bit errors.
+    Candidates have words in common at equal distances (an inverted index); each is verified by its bit errors. Of the
+    matches of one passage at neighbouring distances the longest stays.
     """
-    clips = [_words(one) for one in fingerprints]
-    matches = []
-    for first, second, shift in _candidates(clips):
-        matches += _verify(clips, first, second, shift, max_bit_error, min_seconds)
-    return _without_covered(sorted(matches, key=lambda match: (-match.seconds, match)))
+    clips = [np.frombuffer(content, "<u4").astype(np.uint32) for content in fingerprints]
+    matches = [match for candidate in _candidates(clips) for match in _verify(clips, *candidate)]
+    kept: dict[tuple[int, int], list[DuplicateMatch]] = {}
+    longest = []
+    for match in sorted(matches, key=lambda match: (-match.seconds, match)):
+        others = kept.setdefault((match.first, match.second), [])
+        middle = match.first_start + match.seconds / 2
+        if not any(other.first_start <= middle <= other.first_start + other.seconds for other in others):
+            others.append(match)
+            longest.append(match)
+    return longest
 
 
 @functools.cache
@@ -91,15 +88,6 @@ def _bands() -> npt.NDArray[np.float64]:
     edges = np.geomspace(*BAND_RANGE_HZ, BANDS + 1)
     bins = np.fft.rfftfreq(FRAME_SAMPLES, 1 / FINGERPRINT_RATE)
     return np.asarray((bins[:, None] >= edges[:-1]) & (bins[:, None] < edges[1:]), np.float64)
-
-
-def _words(content: bytes) -> Words:
-    return np.frombuffer(content, "<u4").astype(np.uint32)
-
-
-def _word_errors(first: Words, second: Words) -> npt.NDArray[np.float64]:
-    errors = np.bitwise_count(first ^ second) / 32
-    return np.where((first == 0) | (second == 0), 0.5, errors)
 
 
 def _candidates(clips: Sequence[Words]) -> list[tuple[int, int, int]]:
@@ -136,20 +124,19 @@ def _candidates(clips: Sequence[Words]) -> list[tuple[int, int, int]]:
     return [(int(first), int(second), int(shift)) for first, second, shift in unique[votes >= MIN_COMMON_WORDS]]
 
 
-def _verify(
-    clips: Sequence[Words], first: int, second: int, shift: int, max_bit_error: float, min_seconds: float
-) -> list[DuplicateMatch]:
+def _verify(clips: Sequence[Words], first: int, second: int, shift: int) -> list[DuplicateMatch]:
     """Return the stretches along the diagonal whose running bit error stays below the limit."""
     start = max(0, -shift)
     end = min(len(clips[first]), len(clips[second]) - shift)
-    size = round(min_seconds * WORDS_PER_SECOND)
+    size = round(MIN_MATCH_SECONDS * WORDS_PER_SECOND)
     if end - start < size:
         return []
-    errors = _word_errors(clips[first][start:end], clips[second][start + shift : end + shift])
+    one, other = clips[first][start:end], clips[second][start + shift : end + shift]
+    errors = np.where((one == 0) | (other == 0), 0.5, np.bitwise_count(one ^ other) / 32)
     sums = np.concatenate([[0.0], np.cumsum(errors)])
-    good = (sums[size:] - sums[:-size]) / size <= max_bit_error
+    good = (sums[size:] - sums[:-size]) / size <= MAX_BIT_ERROR
     edges = np.flatnonzero(np.diff(np.concatenate([[False], good, [False]])))
-    near = np.convolve(errors, np.ones(EDGE_WORDS) / EDGE_WORDS, "same") <= max_bit_error
+    near = np.convolve(errors, np.ones(EDGE_WORDS) / EDGE_WORDS, "same") <= MAX_BIT_ERROR
     matches = []
     for low, high in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         # The running mean reaches beyond both ends.
@@ -163,18 +150,6 @@ def _verify(
                     (start + first_word) / WORDS_PER_SECOND,
                     (start + first_word + shift) / WORDS_PER_SECOND,
                     (last_word - first_word) / WORDS_PER_SECOND,
-                    float(errors[first_word:last_word].mean()),
                 )
             )
     return matches
-
-
-def _without_covered(matches: list[DuplicateMatch]) -> list[DuplicateMatch]:
-    """Keep the longest of the matches of one passage at neighbouring distances."""
-    kept: dict[tuple[int, int], list[DuplicateMatch]] = {}
-    for match in matches:
-        others = kept.setdefault((match.first, match.second), [])
-        middle = match.first_start + match.seconds / 2
-        if not any(other.first_start <= middle <= other.first_start + other.seconds for other in others):
-            others.append(match)
-    return sorted((match for group in kept.values() for match in group), key=lambda match: (-match.seconds, match))

@@ -63,18 +63,14 @@ def open_speaker_encoder(name: str = DEFAULT_SPEAKER_ENCODER, device: str = "cpu
         checkpoint = str(ecapa_file())
         if not ecapa_file().is_file():
             raise ModelError(f"the speaker encoder is not here: there is no {checkpoint}", hint="myna setup metrics")
-    path = _local_path(checkpoint, ("*.safetensors",) if kind == ECAPA else HUB_FILES)
+    path = Path(checkpoint).expanduser()
+    if not path.exists():
+        if path.is_absolute() or checkpoint.startswith((".", "~")) or checkpoint.count("/") != 1:
+            hint = f"name one of these: {ENCODER_CHOICES}"
+            raise ModelError(f"there is no speaker encoder at {checkpoint}", hint=hint)
+        path = download_snapshot(checkpoint, *(("*.safetensors",) if kind == ECAPA else HUB_FILES))
     is_ecapa = kind == ECAPA or (not kind and not (path / "config.json").is_file())
     return EcapaEncoder.open(path, device) if is_ecapa else WavLMEncoder.open(path, checkpoint, device)
-
-
-def _local_path(checkpoint: str, files: tuple[str, ...]) -> Path:
-    path = Path(checkpoint).expanduser()
-    if path.exists():
-        return path
-    if path.is_absolute() or checkpoint.startswith((".", "~")) or checkpoint.count("/") != 1:
-        raise ModelError(f"there is no speaker encoder at {checkpoint}", hint=f"name one of these: {ENCODER_CHOICES}")
-    return download_snapshot(checkpoint, *files)
 
 
 def embed_speakers(clips: Iterable[Samples], sample_rate: int, encoder: SpeakerEncoder) -> Iterator[SpeakerEmbedding]:
@@ -198,6 +194,9 @@ CONVERT_HINT = (
 class EcapaEncoder:
     def __init__(self, network: EcapaNetwork, name: str) -> None:
         self._network, self.name = network, name
+        self._device = network.get_buffer("filters").device
+        # On a CPU two clips take twice the time of one.
+        self.batch_size = 1 if self._device.type == "cpu" else GPU_BATCH_CLIPS
 
     @classmethod
     def open(cls, path: Path, device: str = "cpu") -> EcapaEncoder:
@@ -212,11 +211,6 @@ class EcapaEncoder:
         [embedding] = self.embed_batch([samples], sample_rate)
         return embedding
 
-    @property
-    def batch_size(self) -> int:
-        """Best number of clips per batch. On a CPU two take twice the time of one."""
-        return 1 if self._network.get_buffer("filters").device.type == "cpu" else GPU_BATCH_CLIPS
-
     @torch.inference_mode()
     def embed_batch(self, clips: Sequence[Samples], sample_rate: int) -> list[SpeakerEmbedding]:
         """Embed many clips. Only clips of equal length share a batch: padding would change their embeddings."""
@@ -227,7 +221,7 @@ class EcapaEncoder:
             if not is_silent(clip) and len(samples) >= MIN_SECONDS * sample_rate:
                 waves.setdefault(len(clip), {})[index] = clip
         for group in waves.values():
-            batch = torch.from_numpy(np.stack(list(group.values()))).to(self._network.get_buffer("filters").device)
+            batch = torch.from_numpy(np.stack(list(group.values()))).to(self._device)
             for index, embedding in zip(group, self._network(batch).cpu().numpy(), strict=True):
                 embeddings[index] = np.asarray(embedding, np.float32)
         return embeddings
