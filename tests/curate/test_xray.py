@@ -261,8 +261,8 @@ class LatinTokenizer:
 def test_characters_that_a_tokenizer_loses() -> None:
     texts = ["Bc", "cكă"]
     coverage = tokenizer_coverage(Counter("".join(texts)), texts, LatinTokenizer())
-    assert coverage.lost == ["ă", "ك"] and not coverage.split
-    assert coverage.tokens_per_character == 3 / 5
+    assert coverage["lost"] == ["ă", "ك"] and not coverage["split"]
+    assert coverage["tokens_per_character"] == 3 / 5
     assert text_summary(texts, texts, LatinTokenizer())["coverage"]["lost_clips"] == 1
 
 
@@ -270,8 +270,12 @@ def test_characters_that_a_tokenizer_spells_in_bytes() -> None:
     texts = ["Xin chào, ế"]
     tokenizer = byte_tokenizer(["<s>"], begin="<s>", end="<s>", pad="<s>")
     coverage = tokenizer_coverage(Counter(texts[0]), texts, tokenizer)
-    assert coverage.split == {"à": 2, "ế": 3} and coverage.split_share == pytest.approx(2 / 11) and not coverage.lost
-    assert coverage.tokens_per_character == pytest.approx(14 / 11)
+    assert (
+        coverage["split"] == {"à": 2, "ế": 3}
+        and coverage["split_share"] == pytest.approx(2 / 11)
+        and not coverage["lost"]
+    )
+    assert coverage["tokens_per_character"] == pytest.approx(14 / 11)
 
 
 def test_two_voices_under_one_name_are_found_and_one_is_not() -> None:

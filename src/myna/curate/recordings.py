@@ -104,7 +104,7 @@ class DecodedRecording:
     """Reason why decoding failed or ended early."""
 
     def save(self, folder: Path) -> None:
-        path = _record_path(folder, self.file_hash)
+        path = folder / RECORDINGS_FOLDER / f"{self.file_hash}.json"
         with atomic_write(path) as temporary:
             temporary.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8")
             fsync(temporary)
@@ -113,16 +113,13 @@ class DecodedRecording:
     def load(cls, folder: Path, file_hash: str) -> DecodedRecording | None:
         """Load an earlier result; None if there is none, or if a part of it is gone."""
         try:
-            tree: dict[str, Any] = json.loads(_record_path(folder, file_hash).read_text(encoding="utf-8"))
+            path = folder / RECORDINGS_FOLDER / f"{file_hash}.json"
+            tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         parts = tuple(PartAudio(**part) for part in tree.pop("parts"))
         complete = all((folder / part.audio).is_file() for part in parts)
         return cls(**tree, parts=parts) if complete else None
-
-
-def _record_path(folder: Path, file_hash: str) -> Path:
-    return folder / RECORDINGS_FOLDER / f"{file_hash}.json"
 
 
 def find_recordings(sources: Sequence[Path], *, out: Path) -> list[RecordingFile]:
@@ -171,7 +168,10 @@ def decode_recording(path: Path, folder: Path, settings: ListenSettings, find_sp
             resampler = soxr.ResampleStream(info.sample_rate, CURATION_RATE, 1, dtype="float32", quality="VHQ")
             for second in _whole_seconds(blocks, info.sample_rate):
                 missing_seconds -= len(second) / info.sample_rate
-                writer.add(resampler.resample_chunk(second @ weights), _clipped_share(second))
+                # Of the worst channel, at the rate of the file: resampling rounds plateaus off.
+                loud = (channel for channel in second.T if np.abs(channel).max() >= CLIPPING_PEAK)
+                clipped = max(map(clipped_share, loud), default=0.0)
+                writer.add(resampler.resample_chunk(second @ weights), clipped)
     except AudioFileError as error:
         problem = f"{error.defect}{error.detail and ': ' + error.detail}"
         missing_seconds = max(missing_seconds, error.missing_seconds)
@@ -204,11 +204,6 @@ def _whole_seconds(blocks: Iterator[npt.NDArray[np.float32]], sample_rate: int) 
         yield rest
     if damage is not None:
         raise damage
-
-
-def _clipped_share(second: npt.NDArray[np.float32]) -> float:
-    """Return the clipped share of the worst channel, at the file's own rate: resampling rounds the plateaus off."""
-    return max(clipped_share(channel) if np.abs(channel).max() >= CLIPPING_PEAK else 0.0 for channel in second.T)
 
 
 def _channel_weights(path: Path) -> npt.NDArray[np.float32]:

@@ -6,7 +6,7 @@ The segments of the table tile each recording, which is checked.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -49,8 +49,8 @@ def assemble_table(
     for file, decoded in sorted(recordings, key=lambda pair: pair[0].name):
         done = 0
         if file.name in copies:
-            row = _whole_row(file, decoded, 0, decoded.duration_ms, "duplicate")
-            tables.append(_rows([row | {"duplicate_of": copies[file.name]}]))
+            row = _whole_row(file, decoded, 0, "duplicate") | {"duplicate_of": copies[file.name]}
+            tables.append(pa.Table.from_pylist([row], SCHEMA))
             continue
         for part in parts.get(file.name, ()):
             table = pq.read_table(findings[part.id], schema=SCHEMA)
@@ -58,30 +58,25 @@ def assemble_table(
             tables.append(table.set_column(SCHEMA.get_field_index("recording"), "recording", name))
             done = part.end_ms
         if done < decoded.duration_ms or not decoded.duration_ms:
-            tables.append(_rows([_whole_row(file, decoded, done, decoded.duration_ms, "unreadable")]))
+            tables.append(pa.Table.from_pylist([_whole_row(file, decoded, done, "unreadable")], SCHEMA))
     table = pa.concat_tables(tables).combine_chunks()
     check_tiling(table, {file.name: decoded.duration_ms for file, decoded in recordings})
     return table
 
 
-def _whole_row(file: RecordingFile, decoded: DecodedRecording, start: int, end: int, reason: str) -> dict[str, Any]:
-    """Return a row for a stretch of a recording that was not listened to."""
+def _whole_row(file: RecordingFile, decoded: DecodedRecording, start: int, reason: str) -> dict[str, Any]:
+    """Return a row for the rest of a recording, which was not listened to."""
+    source = decoded.recording_hash if reason == "unreadable" else ""
     return empty_row() | {
-        "id": segment_id(decoded.recording_hash or decoded.file_hash, start, end)
-        if reason == "unreadable"
-        else segment_id(decoded.file_hash, start, end),
+        "id": segment_id(source or decoded.file_hash, start, decoded.duration_ms),
         "recording": file.name,
         "recording_hash": decoded.recording_hash,
         "start_ms": start,
-        "end_ms": end,
+        "end_ms": decoded.duration_ms,
         "kind": "gap",
         "status": "dropped",
         "reason": reason,
     }
-
-
-def _rows(rows: list[dict[str, Any]]) -> pa.Table:
-    return pa.Table.from_pylist(rows, SCHEMA)
 
 
 def check_tiling(table: pa.Table, durations: Mapping[str, int]) -> None:
@@ -96,11 +91,7 @@ def check_tiling(table: pa.Table, durations: Mapping[str, int]) -> None:
     joined[first] = starts[first] == 0
     found = dict(zip(names[first], ends[last].tolist(), strict=True))
     if not joined.all() or (ends < starts).any() or found != dict(durations) or len(found) != len(first):
-        wrong = (
-            names[np.flatnonzero(~joined)[0]]
-            if not joined.all()
-            else sorted(set(found.items()) ^ set(durations.items()))
-        )
+        wrong = names[~joined][:1].tolist() or sorted(set(found.items()) ^ set(durations.items()))
         raise DataError(
             f"the segments do not tile their recordings: {wrong}",
             hint="this is a bug, or a file in parts/ is damaged: delete DIR/parts and curate again",
@@ -131,19 +122,14 @@ def mark_duplicates(table: pa.Table) -> pa.Table:
     ids, original = table["id"].to_pylist(), table["duplicate_of"].to_pylist()
     for later, spans in found.items():
         row = int(clips[later])
-        if _covered((start, end) for start, end, _ in spans) >= MIN_COVERED_SHARE * seconds[row]:
+        covered = reached = 0.0
+        for start, end, _ in sorted(spans):
+            covered += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        if covered >= MIN_COVERED_SHARE * seconds[row]:
             _, earlier = max((end - start, -earlier) for start, end, earlier in spans)
             original[row] = original[clips[-earlier]] or ids[clips[-earlier]]
     return set_columns(table, {"duplicate_of": original})
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of spans."""
-    total, reached = 0.0, 0.0
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
 
 
 FloatArray = npt.NDArray[np.float32]
@@ -168,7 +154,12 @@ def link_table_speakers(
         recordings = table["recording"].to_pylist()
         speaker[clips] = [str(PurePosixPath(recordings[row]).with_suffix("")) for row in clips]
         return set_columns(table, {"speaker": speaker, "speaker_similarity": similarity})
-    groups = _local_groups(table, voiced)
+    # Rows of each speaker of each part; clips that no turn covers stand alone.
+    by_turn: dict[tuple[str, str, int], list[int]] = {}
+    parts, locals_ = table["part"].to_pylist(), table["local_speaker"].to_pylist()
+    for row in voiced:
+        by_turn.setdefault((parts[row], locals_[row], -1 if locals_[row] else row), []).append(row)
+    groups = [(bool(local), rows) for (_, local, _), rows in by_turn.items()]
     seconds = (table["end_ms"].to_numpy() - table["start_ms"].to_numpy()) / 1000
     vectors = np.array([embeddings[row] for row in voiced], np.float32)
     vector_of = dict(zip(voiced, vectors, strict=True))
@@ -214,15 +205,6 @@ def _marginal(
         if milliseconds / 1000 >= fewest_seconds(sum(shares.values()) / 1000, min_share)
     }
     return ({*labels.tolist()} - main) | {NOBODY}
-
-
-def _local_groups(table: pa.Table, rows: Sequence[int]) -> list[tuple[bool, list[int]]]:
-    """Return the rows of each speaker of each part, and whether a turn covers them; other clips stand alone."""
-    parts, locals_ = table["part"].to_pylist(), table["local_speaker"].to_pylist()
-    groups: dict[tuple[str, str, int], list[int]] = {}
-    for row in rows:
-        groups.setdefault((parts[row], locals_[row], row if not locals_[row] else -1), []).append(row)
-    return [(bool(local), members) for (_, local, _), members in groups.items()]
 
 
 def _mean(vectors: Sequence[FloatArray], weights: npt.NDArray[np.float64]) -> FloatArray:

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from myna.curate.decision import MIN_LOOP_WORDS, TYPICAL_WORD_CHARACTERS, decide
-from myna.curate.settings import CurateSettings
 from myna.curate.xray.source import XraySource
 from myna.data.corrections import apply_hand_decisions
 
@@ -88,10 +87,18 @@ def measure_histograms(source: XraySource) -> list[dict[str, Any]]:
         known = np.isfinite(values)
         if not known.any():
             continue
-        limits = _limits(info, source.settings)
-        is_outside = ~_is_within(values, limits, info.side) & known
+        limits: list[float] = (
+            np.atleast_1d(getattr(source.settings.keep, info.setting)).tolist() if info.setting else []
+        )
+        low = limits[0] if limits and info.side != "max" else -math.inf
+        high = limits[-1] if limits and info.side != "min" else math.inf
+        is_outside = ~((values >= low) & (values <= high)) & known
         can_win = bool(info.setting) and source.is_curated and bool((is_outside & ~kept).any())
-        passes = _kept_without(source, is_clip, info) if can_win else kept
+        passes = kept
+        if can_win:  # decide again with a threshold that drops nothing
+            keep = source.settings.keep.model_copy(update={info.setting: OFF[info.side]})
+            decided = decide(source.table, source.settings.model_copy(update={"keep": keep}))
+            passes = _is_kept(apply_hand_decisions(decided, source.corrections))[is_clip]
         histograms.append(
             {
                 "measure": info.column,
@@ -155,19 +162,6 @@ def bin_edges(values: FloatArray, limits: Sequence[float]) -> FloatArray:
     return np.array(sorted(edges.union(limits)))
 
 
-def _is_within(values: FloatArray, limits: Sequence[float], side: Side) -> npt.NDArray[np.bool_]:
-    low = limits[0] if limits and side != "max" else -math.inf
-    high = limits[-1] if limits and side != "min" else math.inf
-    return np.asarray((values >= low) & (values <= high))
-
-
-def _limits(info: MeasureInfo, settings: CurateSettings) -> list[float]:
-    if not info.setting:
-        return []
-    value = getattr(settings.keep, info.setting)
-    return [float(one) for one in (value if isinstance(value, tuple) else (value,))]
-
-
 def _values(table: pa.Table, column: str) -> FloatArray:
     def measure(name: str) -> FloatArray:
         return np.asarray(table[name].to_numpy(zero_copy_only=False), np.float64)
@@ -175,12 +169,8 @@ def _values(table: pa.Table, column: str) -> FloatArray:
     if column == "seconds":
         return np.asarray((measure("end_ms") - measure("start_ms")) / 1000)
     if column == "lowest_similarity":
-        return np.asarray(
-            np.fmin(
-                np.fmin(measure("start_speaker_similarity"), measure("end_speaker_similarity")),
-                measure("speaker_similarity"),
-            )
-        )
+        ends = np.fmin(measure("start_speaker_similarity"), measure("end_speaker_similarity"))
+        return np.asarray(np.fmin(ends, measure("speaker_similarity")))
     if column == "clean_dnsmos_ovrl":
         return measure("dnsmos_ovrl")
     if column == "unique_word_share":  # a short text may repeat a word
@@ -192,13 +182,6 @@ def _values(table: pa.Table, column: str) -> FloatArray:
 
 def _is_kept(table: pa.Table) -> npt.NDArray[np.bool_]:
     return np.asarray(table["status"].to_numpy(zero_copy_only=False) == "kept", np.bool_)
-
-
-def _kept_without(source: XraySource, is_clip: npt.NDArray[np.bool_], info: MeasureInfo) -> npt.NDArray[np.bool_]:
-    """Return the clips that would be kept if this threshold dropped nothing."""
-    keep = source.settings.keep.model_copy(update={info.setting: OFF[info.side]})
-    decided = decide(source.table, source.settings.model_copy(update={"keep": keep}))
-    return _is_kept(apply_hand_decisions(decided, source.corrections))[is_clip]
 
 
 SHOWN_SPEAKERS = 24

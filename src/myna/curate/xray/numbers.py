@@ -25,6 +25,7 @@ from myna.data.segments import DROP_REASONS
 from myna.data.split import SPEAKERS, TEXTS, TRAIN
 from myna.text.normalization import UNSPACED, alphanumeric, base_language
 
+KEPT = "kept"
 SHOWN_RECORDINGS = 200
 INDEX_FILE = "recordings.json"
 """File of a curated folder that names its models."""
@@ -56,11 +57,15 @@ def xray_numbers(source: XraySource, tokenizer: Any = None, progress: ProgressCa
     texts, spoken = (kept[name].to_pylist() for name in ("text", "normalised_text"))
     numbers["text"] = text_summary(texts, [one or text for one, text in zip(spoken, texts, strict=True)], tokenizer)
     progress("X-ray", 4, stages)
-    numbers["duplicates"] = _duplicates(table)
+    copies = table.filter(pc.not_equal(table["duplicate_of"], ""))
+    kept_copies = int(pc.sum(pc.equal(copies["status"], KEPT)).as_py() or 0)
+    numbers["duplicates"] = {"segments": len(copies), "ms": int(_lengths(copies).sum()), "kept": kept_copies}
     numbers["splits"] = _splits(kept)
     numbers["corrections"] = len(source.corrections)
     numbers["settings"] = source.settings.model_dump(mode="json") if source.is_curated else None
-    numbers["models"] = _models(source)
+    index = source.folder / INDEX_FILE
+    has_models = source.is_curated and index.is_file()
+    numbers["models"] = json.loads(index.read_text(encoding="utf-8")).get("models", []) if has_models else []
     numbers["verdict"] = verdict(numbers)
     progress("X-ray", stages, stages)
     return numbers
@@ -75,25 +80,18 @@ def hours_by_reason(table: pa.Table) -> dict[str, Any]:
     order = {reason: n for n, reason in enumerate((KEPT, *DROP_REASONS))}
     parts = [{"reason": row["reason"], "ms": row["ms_sum"], "segments": row["ms_count"]} for row in grouped]
     parts.sort(key=lambda part: (part["reason"] != KEPT, -part["ms"], order.get(part["reason"], len(order))))
-    clips = pc.equal(table["kind"], "clip")
+    names = table["recording"].to_numpy(zero_copy_only=False)
+    starts, ends = table["start_ms"].to_numpy(), table["end_ms"].to_numpy()
+    # Segments follow one another from 0 on, or sums over their recording would be wrong.
+    expected = np.where(np.r_[False, names[1:] == names[:-1]], np.r_[0, ends[:-1]], 0) if len(names) else starts
     return {
         "total_ms": int(lengths.sum()),
         "parts": parts,
         "recordings": len(table["recording"].unique()),
         "segments": len(table),
-        "clips": int(pc.sum(clips).as_py() or 0),
-        "untiled": _untiled(table),
+        "clips": int(pc.sum(pc.equal(table["kind"], "clip")).as_py() or 0),
+        "untiled": sorted(set(names[starts != expected])),
     }
-
-
-def _untiled(table: pa.Table) -> list[str]:
-    """Return the recordings whose segments do not follow one another from 0 on: their sums would be wrong."""
-    names = table["recording"].to_numpy(zero_copy_only=False)
-    starts, ends = table["start_ms"].to_numpy(), table["end_ms"].to_numpy()
-    follows = np.r_[True, names[1:] == names[:-1]] if len(names) else np.empty(0, np.bool_)
-    follows[:1] = False
-    expected = np.where(follows, np.r_[0, ends[:-1]], 0) if len(names) else starts
-    return sorted(set(names[starts != expected]))
 
 
 def _lengths(table: pa.Table) -> npt.NDArray[np.int64]:
@@ -121,25 +119,15 @@ def _recordings(table: pa.Table) -> dict[str, Any]:
         .group_by("recording")
         .aggregate([("ms", "sum"), ("kept_ms", "sum"), ("clips", "sum"), ("bandwidth_hz", "mean"), ("snr_db", "mean")])
     )
-    rows = [
-        {
-            "recording": row["recording"],
-            "ms": row["ms_sum"],
-            "kept_ms": row["kept_ms_sum"],
-            "clips": row["clips_sum"],
-            "bandwidth_hz": None if row["bandwidth_hz_mean"] is None else round(row["bandwidth_hz_mean"]),
-            "snr_db": None if row["snr_db_mean"] is None else round(row["snr_db_mean"], 1),
-        }
-        for row in grouped.to_pylist()
-    ]
+    rows = []
+    for row in grouped.to_pylist():
+        row = {name.removesuffix("_sum").removesuffix("_mean"): value for name, value in row.items()}
+        bandwidth, snr = row["bandwidth_hz"], row["snr_db"]
+        row["bandwidth_hz"] = None if bandwidth is None else round(bandwidth)
+        row["snr_db"] = None if snr is None else round(snr, 1)
+        rows.append(row)
     rows.sort(key=lambda row: (row["kept_ms"] - row["ms"], row["recording"]))
     return {"count": len(rows), "shown": rows[:SHOWN_RECORDINGS]}
-
-
-def _duplicates(table: pa.Table) -> dict[str, Any]:
-    copies = table.filter(pc.not_equal(table["duplicate_of"], ""))
-    kept = int(pc.sum(pc.equal(copies["status"], KEPT)).as_py() or 0)
-    return {"segments": len(copies), "ms": int(_lengths(copies).sum()), "kept": kept}
 
 
 def _splits(kept: pa.Table) -> dict[str, Any]:
@@ -162,13 +150,6 @@ def _splits(kept: pa.Table) -> dict[str, Any]:
     }
 
 
-def _models(source: XraySource) -> list[str]:
-    index = source.folder / INDEX_FILE
-    if not source.is_curated or not index.is_file():
-        return []
-    return [str(name) for name in json.loads(index.read_text(encoding="utf-8")).get("models", [])]
-
-
 def _stale_notes(source: XraySource) -> list[str]:
     """Return notes on settings or corrections that are newer than the table."""
     if not source.is_curated:
@@ -181,9 +162,6 @@ def _stale_notes(source: XraySource) -> list[str]:
     if different:
         return [f"{different} segments would be decided otherwise with these settings and corrections: {again}"]
     return []
-
-
-KEPT = "kept"
 
 
 def verdict(numbers: dict[str, Any]) -> list[dict[str, str]]:
@@ -221,26 +199,16 @@ def verdict(numbers: dict[str, Any]) -> list[dict[str, str]]:
         listed = ", ".join(f"{count} {name}" for name, count in leaks.items() if count)
         add("bad", "duplicates", f"Training and held-out clips share {listed}")
     elif splits["subsets"]:
-        add(
-            "good",
-            "duplicates",
-            "Training and held-out clips share no duplicate, no text and no held-out speaker",
-        )
+        add("good", "duplicates", "Training and held-out clips share no duplicate, no text and no held-out speaker")
     for twin in numbers["speakers"]["twins"]:
         first, second = twin["speakers"]
-        add(
-            "bad",
-            "speakers",
-            f"{first} and {second} may be one person: their clips are nearly as alike as one's own",
-        )
+        found_pair = f"{first} and {second} may be one person"
+        add("bad", "speakers", f"{found_pair}: their clips are nearly as alike as one's own")
     for speaker in numbers["speakers"]["speakers"]:
         if speaker.get("second_voice"):
             share = _share(speaker["second_voice"]["share"], 1)
-            add(
-                "bad",
-                "speakers",
-                f"{speaker['speaker']} may be two people: {share} of the clips are another voice",
-            )
+            found_voice = f"{share} of the clips are another voice"
+            add("bad", "speakers", f"{speaker['speaker']} may be two people: {found_voice}")
     text = numbers["text"]
     if text["coverage"] and text["coverage"]["lost"]:
         lost = f"{len(text['coverage']['lost'])} characters, in {text['coverage']['lost_clips']:,} clips"
@@ -327,7 +295,10 @@ def text_summary(texts: Sequence[str], spoken: Sequence[str], tokenizer: Any = N
     sentences = Counter(filter(None, keys))
     repeated = {key: count for key, count in sentences.most_common(REPEATED) if count > 1}
     originals = {key: text for key, text in zip(keys, texts, strict=True) if key in repeated}
-    coverage = None if tokenizer is None else tokenizer_coverage(characters, texts[::step], tokenizer)
+    coverage = None
+    if tokenizer is not None:
+        coverage = tokenizer_coverage(characters, texts[::step], tokenizer)
+        coverage["lost_clips"] = sum(not set(coverage["lost"]).isdisjoint(text) for text in texts)
     common = characters.most_common(SHOWN_CHARACTERS)
     return {
         "texts": len(texts),
@@ -348,27 +319,16 @@ def text_summary(texts: Sequence[str], spoken: Sequence[str], tokenizer: Any = N
         "digit_texts_spoken": sum(any(map(str.isdecimal, text)) for text in spoken),
         "repeated_texts": sum(count - 1 for count in sentences.values()),
         "repeated": [{"text": originals[key], "clips": count} for key, count in repeated.items()],
-        "coverage": None
-        if coverage is None
-        else coverage._asdict() | {"lost_clips": sum(not set(coverage.lost).isdisjoint(text) for text in texts)},
+        "coverage": coverage,
     }
 
 
-class TokenizerCoverage(NamedTuple):
-    """Coverage of the characters of texts by a tokenizer."""
+def tokenizer_coverage(characters: Counter[str], texts: Sequence[str], tokenizer: Any) -> dict[str, Any]:
+    """Compare characters, by their counts, and whole texts with a tokenizer of transformers.
 
-    lost: list[str]
-    """Characters that are not restored by decoding, except for their case."""
-    split: dict[str, int]
-    """Characters that take several tokens, such as the bytes that spell them, with their number; the commonest
-    first."""
-    split_share: float
-    """Share of all characters of the texts that take several tokens."""
-    tokens_per_character: float
-
-
-def tokenizer_coverage(characters: Counter[str], texts: Sequence[str], tokenizer: Any) -> TokenizerCoverage:
-    """Compare characters, by their counts, and whole texts with a tokenizer of transformers."""
+    `lost` are characters that decoding does not restore, except for their case; `split` those that take several tokens,
+    such as the bytes that spell them, with their number.
+    """
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -382,6 +342,10 @@ def tokenizer_coverage(characters: Counter[str], texts: Sequence[str], tokenizer
             lost.append(one)
         elif tokens > 1:
             split[one] = tokens
-    split_count, length = sum(characters[one] for one in split), sum(map(len, texts))
     tokens = sum(len(encode(text)) for text in texts)
-    return TokenizerCoverage(sorted(lost), split, split_count / max(1, characters.total()), tokens / max(1, length))
+    return {
+        "lost": sorted(lost),
+        "split": split,
+        "split_share": sum(characters[one] for one in split) / max(1, characters.total()),
+        "tokens_per_character": tokens / max(1, sum(map(len, texts))),
+    }
