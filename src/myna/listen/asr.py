@@ -270,9 +270,6 @@ def download_faster_whisper(name: str) -> Path:
         raise ModelError(f"no ASR model {name} here, and it cannot be downloaded: {error}", hint=ASR_HINT) from error
 
 
-GENERATION_CONFIG, TOKENIZERS = "generation_config.json", ("tokenizer.json", "vocab.json")
-
-
 class TransformersWhisper:
     """Whisper by transformers, in fp32 unless float16 is asked for; batches use faster-whisper's procedure."""
 
@@ -290,13 +287,12 @@ class TransformersWhisper:
         if kind != "whisper":
             raise ModelError(f"{folder} holds a model of the kind {kind}", hint="give the folder of a Whisper")
         # Without this check transformers would make an empty tokenizer, and transcribe nothing.
-        if not any((folder / file).is_file() for file in TOKENIZERS):
-            raise ModelError(f"{folder} has no {' or '.join(TOKENIZERS)}", hint="copy the Whisper's tokenizer into it")
-        if not (folder / GENERATION_CONFIG).is_file():
-            raise ModelError(
-                f"{folder} has no {GENERATION_CONFIG}, which says how languages are asked for",
-                hint="copy the one of the Whisper that it was tuned from into the folder",
-            )
+        if not any((folder / file).is_file() for file in ("tokenizer.json", "vocab.json")):
+            problem = f"{folder} has no tokenizer.json or vocab.json"
+            raise ModelError(problem, hint="copy the Whisper's tokenizer into it")
+        if not (folder / "generation_config.json").is_file():
+            problem = f"{folder} has no generation_config.json, which says how languages are asked for"
+            raise ModelError(problem, hint="copy the one of the Whisper that it was tuned from into the folder")
         model, features, tokenizer, weights = load_pretrained(
             folder,
             name,

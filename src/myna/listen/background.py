@@ -163,10 +163,11 @@ class DeepFilterNet:
 
     def enhance(self, noisy: ComplexArray) -> ComplexArray:
         """Return the spectra of speech from the spectra of a noisy clip (frames, 481)."""
-        power = (np.abs(noisy) ** 2) @ _erb_filters()
-        erb = _running_mean_normalized(10 * np.log10(power + 1e-10))
-        low = _unit_normalized(noisy[:, :FILTERED_BINS])
-        parts = np.stack([_shifted(low.real), _shifted(low.imag)])
+        decibels = 10 * np.log10((np.abs(noisy) ** 2) @ _erb_filters() + 1e-10)
+        erb = (decibels - _running_mean(decibels, np.linspace(-60, -90, ERB_BANDS))) / 40
+        low = noisy[:, :FILTERED_BINS]
+        unit = low / np.sqrt(_running_mean(np.abs(low), np.linspace(0.001, 0.0001, FILTERED_BINS)))
+        parts = np.stack([_shifted(unit.real), _shifted(unit.imag)])
         features = {"feat_erb": _shifted(erb)[None, None], "feat_spec": parts[None]}
         e0, e1, e2, e3, embedding, c0, _ = self._encoder.run(None, features)
         gains = self._erb_decoder.run(None, {"emb": embedding, "e3": e3, "e2": e2, "e1": e1, "e0": e0})[0][0, 0]
@@ -216,16 +217,6 @@ def _stft(wave: Samples) -> ComplexArray:
 def _inverse_stft(spectra: ComplexArray) -> FloatArray:
     halves = (np.fft.irfft(spectra) * FFT * _window()).reshape(len(spectra), 2, HOP)
     return np.asarray((halves[1:, 0] + halves[:-1, 1]).reshape(-1), np.float32)
-
-
-def _running_mean_normalized(decibels: FloatArray) -> FloatArray:
-    means = _running_mean(decibels, np.linspace(-60, -90, ERB_BANDS))
-    return np.asarray((decibels - means) / 40, np.float32)
-
-
-def _unit_normalized(spectra: ComplexArray) -> ComplexArray:
-    means = _running_mean(np.abs(spectra), np.linspace(0.001, 0.0001, FILTERED_BINS))
-    return np.asarray(spectra / np.sqrt(means), np.complex64)
 
 
 def _running_mean(values: npt.NDArray[np.floating[Any]], initial: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

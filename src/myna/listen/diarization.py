@@ -8,7 +8,6 @@ are those of the published checkpoint; its sinc filters are weights of a plain c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -79,26 +78,19 @@ class SegmentationNetwork(nn.Module):
         device = self.classifier.weight.device
         batch_size = BATCH_WINDOWS if device.type == "cpu" else GPU_BATCH_WINDOWS
         parts = []
-        with one_thread():
+        threads = torch.get_num_threads()
+        # Steps of an LSTM are too short to share: on two busy cores, two threads took three times as long as one.
+        torch.set_num_threads(1)
+        try:
             for first in range(0, count, batch_size):
                 batch = np.zeros((min(batch_size, count - first), size), np.float32)
                 for row, window in enumerate(batch, first):
                     audio = samples[row * step : row * step + size]
                     window[: len(audio)] = audio
                 parts.append(self(torch.from_numpy(batch).to(device)).exp().cpu().numpy())
+        finally:
+            torch.set_num_threads(threads)
         return np.concatenate(parts)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one thread of torch. Steps of an LSTM are too short to share: on two busy cores, two threads took three times
-    as long as one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _SincNet(nn.Module):
