@@ -34,7 +34,7 @@ INTERVAL_SECONDS = 1.0
 DECODE = """
 import sys
 from pathlib import Path
-from myna.listen.voice_activity import voice_activity
+from myna.listen.sounds import voice_activity
 from myna.curate.recordings import CURATION_RATE, decode_recording
 from myna.curate.settings import ListenSettings
 find = lambda samples: voice_activity(samples, CURATION_RATE)

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from myna.audio.signal_measures import bandwidth_hz
 from myna.core.errors import CheckpointError
 from myna.data.segments import MEASURES
-from myna.listen.background import MUSIC_WINDOW_SECONDS, SpeechMusicNoiseNetwork, log_mel_patches
 from myna.listen.diarization import SegmentationNetwork
 from myna.listen.models import (
     FILES,
@@ -23,6 +22,7 @@ from myna.listen.models import (
     map_batches,
     measure,
 )
+from myna.listen.sounds import MUSIC_WINDOW_SECONDS, SpeechMusicNoiseNetwork, log_mel_patches
 from tests.listen.signals import SAMPLE_RATE, babble
 
 

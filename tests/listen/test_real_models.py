@@ -13,10 +13,9 @@ import torch
 
 import myna.demo
 from myna.audio.files import Samples, read_audio
-from myna.listen.background import log_mel_patches
 from myna.listen.models import FILES, AnalysisModels, load_models, measure
+from myna.listen.sounds import log_mel_patches, voice_activity
 from myna.listen.speaker_encoders import cosine_similarity
-from myna.listen.voice_activity import voice_activity
 from tests.listen.signals import babble
 from tests.real_models import CURATION
 

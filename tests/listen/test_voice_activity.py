@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from myna.listen.voice_activity import BATCH_WINDOWS, WINDOW_SAMPLES, speech_spans_of, voice_activity
+from myna.listen.sounds import VAD_BATCH_WINDOWS, VAD_WINDOW_SAMPLES, speech_spans_of, voice_activity
 from tests.curate.scripted import make_recording
 
-WINDOW = WINDOW_SAMPLES / 16_000
+WINDOW = VAD_WINDOW_SAMPLES / 16_000
 
 
 def spans(*probabilities: float) -> list[tuple[float, float]]:
-    return speech_spans_of(np.array(probabilities, np.float32), len(probabilities) * WINDOW_SAMPLES)
+    return speech_spans_of(np.array(probabilities, np.float32), len(probabilities) * VAD_WINDOW_SAMPLES)
 
 
 def test_speech_begins_above_a_half_and_ends_in_a_long_silence() -> None:
@@ -32,7 +32,7 @@ def test_spans_are_those_of_faster_whisper() -> None:
     vad = pytest.importorskip("faster_whisper.vad")
     samples, _ = make_recording(24)
     wave = np.asarray(samples[: len(samples) // 3 * 3].reshape(-1, 3)[:, :2].reshape(-1))
-    assert len(wave) > 1.5 * BATCH_WINDOWS * WINDOW_SAMPLES
+    assert len(wave) > 1.5 * VAD_BATCH_WINDOWS * VAD_WINDOW_SAMPLES
     options = vad.VadOptions(threshold=0.5, min_silence_duration_ms=100, speech_pad_ms=30)
     expected = [(one["start"] / 16_000, one["end"] / 16_000) for one in vad.get_speech_timestamps(wave, options)]
     assert len(expected) > 5 and voice_activity(wave, 16_000) == expected

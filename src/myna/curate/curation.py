@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import pyarrow as pa
 
@@ -21,17 +20,18 @@ from myna.core.errors import ConfigError, DataError
 from myna.core.io import claim_folder, lock_folder, save_text
 from myna.core.pools import Pool, open_pool
 from myna.core.progress import ProgressCallback, silent
-from myna.curate import first_pass, second_pass
+from myna.curate import export, first_pass, second_pass
 from myna.curate.decision import THRESHOLDS, decide
-from myna.curate.export import add_diacritics, assign_splits, name_clips, write_clips, write_curated_manifest
 from myna.curate.first_pass import NO_ASR, CurationModels, CurationWorker, OpenModels, Part, findings_path
 from myna.curate.recordings import CURATION_RATE, DecodedRecording, RecordingFile, find_recordings
 from myna.curate.settings import CurateSettings
 from myna.curate.texts import apply_scripts, read_script
 from myna.data.corrections import apply_corrections, apply_hand_decisions, load_corrections
-from myna.data.segments import TABLE_FILE, DropReason
+from myna.data.manifest import write_manifest
+from myna.data.segments import TABLE_FILE
 
 INDEX_FILE = "recordings.json"
+MANIFEST_FILE = "manifest.jsonl"
 FOLDER_KIND = "curation"
 LITTLE_KEPT = 0.25
 """Share of the audio below which a note names the threshold that costs most."""
@@ -126,26 +126,19 @@ def run_curation(
                 )
         table = _decide_table(out, index, settings, open_models, notes)
         progress("deciding", 1, 1)
-        write_clips(out, table, progress)
+        export.write_clips(out, table, progress)
         second_pass.write_segments(out, table)
-        write_curated_manifest(out, table)
+        write_manifest(out / MANIFEST_FILE, export.utterances_of(out, table))
         settings.save(out)
-    result = summarize(out, table, notes)
-    return replace(result, notes=(*notes, *_keep_more(result, settings)))
-
-
-def _keep_more(result: CurationResult, settings: CurateSettings) -> list[str]:
-    """Name the threshold that costs most and how to change it, if little was kept."""
-    if result.kept_seconds >= LITTLE_KEPT * result.seconds:
-        return []
-    for reason, seconds in result.dropped.items():
-        if threshold := THRESHOLDS.get(cast(DropReason, reason)):
-            now = getattr(settings.keep, threshold)
-            return [
-                f"little was kept: {seconds / result.seconds:.0%} is `{reason}`, by keep.{threshold}={now:g}",
-                f"To keep more of it:  myna curate --out {result.folder} --set keep.{threshold}=VALUE",
-            ]
-    return []
+    result = summarize(out, table)
+    costly = [(reason, seconds) for reason, seconds in result.dropped.items() if reason in THRESHOLDS]
+    if costly and result.kept_seconds < LITTLE_KEPT * result.seconds:
+        reason, seconds = costly[0]
+        setting = THRESHOLDS[reason]
+        now = getattr(settings.keep, setting)
+        notes.append(f"little was kept: {seconds / result.seconds:.0%} is `{reason}`, by keep.{setting}={now:g}")
+        notes.append(f"To keep more of it:  myna curate --out {out} --set keep.{setting}=VALUE")
+    return replace(result, notes=tuple(notes))
 
 
 def _listen(
@@ -165,7 +158,12 @@ def _listen(
         decoded[path] = one
         progress("decoding", len(decoded), len(files))
     recordings = [(file, decoded[file.path.absolute()]) for file in files]
-    names = _model_names(pool)
+    names, *others = pool.call_each(CurationWorker.model_names)
+    if different := [one for one in others if one != names]:
+        raise ConfigError(
+            f"nodes of the cluster have different models: {names} and {different[0]}",
+            hint="copy one folder of models to all of them; myna doctor --ray ADDRESS compares them",
+        )
     parts = part_list(recordings, settings.first_pass_hash(names))
     unique = [part for group in parts.values() for part in group]
     pending = [part for part in unique if not findings_path(out, part).is_file()]
@@ -176,8 +174,8 @@ def _listen(
     for part, _ in pool.map(CurationWorker.run_first_pass, longest_first, describe=lambda part: part.audio):
         done += part.seconds
         progress("listening", round(done), total)
-    damaged = [f"{file.name}: {one.problem}" for file, one in recordings if one.problem]
-    notes += [f"could not be read to its end: {problem}" for problem in damaged[:MAX_NAMED_FILES]]
+    damaged = [f"could not be read to its end: {file.name}: {one.problem}" for file, one in recordings if one.problem]
+    notes += damaged[:MAX_NAMED_FILES]
     if len(damaged) > MAX_NAMED_FILES:
         notes.append(f"and {len(damaged) - MAX_NAMED_FILES} more; the table has all, with the reason `unreadable`")
     entries = []
@@ -187,17 +185,6 @@ def _listen(
     index = CurationIndex(settings.first_pass_hash(names), names, entries)
     index.save(out)
     return index
-
-
-def _model_names(pool: Pool[CurationWorker]) -> list[str]:
-    """Return the names of the models that the workers use."""
-    names, *others = pool.call_each(CurationWorker.model_names)
-    if different := [one for one in others if one != names]:
-        raise ConfigError(
-            f"nodes of the cluster have different models: {names} and {different[0]}",
-            hint="copy one folder of models to all of them; myna doctor --ray ADDRESS compares them",
-        )
-    return names
 
 
 def part_list(recordings: second_pass.Recordings, first_pass_hash: str) -> dict[str, list[Part]]:
@@ -241,40 +228,33 @@ def _decide_table(
     corrections = load_corrections(out, notes.append)
     table = apply_corrections(table, corrections, notes.append)
     table = apply_hand_decisions(decide(table, settings), corrections)
-    table = add_diacritics(table) if settings.text.diacritics else table
-    table = name_clips(second_pass.loudness_gains(table, settings.loudness))
-    return assign_splits(table, out, settings.split)
+    table = export.add_diacritics(table) if settings.text.diacritics else table
+    table = export.name_clips(second_pass.loudness_gains(table, settings.loudness))
+    return export.assign_splits(table, out, settings.split)
 
 
-def summarize(folder: Path, table: pa.Table, notes: Sequence[str] = ()) -> CurationResult:
+def summarize(folder: Path, table: pa.Table) -> CurationResult:
     """Sum up the hours kept and dropped of a decided table. They add up to the length of all recordings, exactly."""
-    lengths = (table["end_ms"].to_numpy() - table["start_ms"].to_numpy()).tolist()
+    columns = [table[name].to_pylist() for name in ("start_ms", "end_ms", "status", "reason", "speaker")]
     kept: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
-    clips = 0
-    columns = (table[name].to_pylist() for name in ("status", "reason", "speaker"))
-    for length, status, reason, speaker in zip(lengths, *columns, strict=True):
+    for start, end, status, reason, speaker in zip(*columns, strict=True):
         if status == "kept":
-            kept[speaker] += length
-            clips += 1
+            kept[speaker] += end - start
         else:
-            dropped[reason] += length
-    assert kept.total() + dropped.total() == sum(lengths)
+            dropped[reason] += end - start
     return CurationResult(
         folder,
         len(set(table["recording"].to_pylist())),
-        sum(lengths) / 1000,
+        (kept.total() + dropped.total()) / 1000,
         kept.total() / 1000,
-        clips,
+        columns[2].count("kept"),
         {name: length / 1000 for name, length in kept.most_common()},
         {name: length / 1000 for name, length in dropped.most_common()},
-        tuple(notes),
     )
 
 
-SAMPLE_SECONDS = 600.0
-PIECE_SECONDS = 120.0
-SEED = 0
+SAMPLE_SECONDS, PIECE_SECONDS = 600.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,13 +303,9 @@ def forecast(
             raise DataError("no recording could be read", hint="; ".join(notes) or "name other files")
         began = time.monotonic()
         processes = workers or first_pass.default_workers(settings.listen.device)
+        curated = folder / "curated"
         result = run_curation(
-            [folder / "sample"],
-            folder / "curated",
-            settings,
-            workers=processes,
-            open_models=open_models,
-            progress=progress,
+            [folder / "sample"], curated, settings, workers=processes, open_models=open_models, progress=progress
         )
         took = time.monotonic() - began
     return CurationForecast(
@@ -347,7 +323,7 @@ def sample_pieces(lengths: dict[Path, float]) -> list[tuple[Path, float, float]]
     total = sum(lengths.values())
     if total <= SAMPLE_SECONDS:
         return [(path, 0.0, seconds) for path, seconds in lengths.items()]
-    rng = random.Random(SEED)
+    rng = random.Random(0)
     count = int(SAMPLE_SECONDS // PIECE_SECONDS)
     pieces = []
     for number in range(count):

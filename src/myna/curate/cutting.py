@@ -54,10 +54,6 @@ class Stretch:
     """True if the voice differs from the stretch before: the two are then not joined, whatever their speakers are."""
 
     @property
-    def text(self) -> str:
-        return "".join(word.text for word in self.words).strip()
-
-    @property
     def ends_sentence(self) -> bool:
         return bool(self.words) and self.words[-1].ends_sentence
 
@@ -142,10 +138,16 @@ def cut_clips(stretches: Sequence[Stretch], length_ms: int, settings: CutSetting
             seconds = (stretches[last].end_ms - stretches[first].start_ms) / 1000 + 2 * settings.edge_silence
             if first < last and seconds > settings.hard_seconds[1]:
                 break
-            cost = _length_cost(seconds, settings) + CLIP_COST
+            shortest, longest = settings.seconds
+            too_short = TOO_SHORT_COST if seconds < settings.hard_seconds[0] else 0.0
+            cost = max(shortest - seconds, 0.0) + 0.5 * max(seconds - longest, 0.0) + too_short + CLIP_COST
             options.append((best[first][0] + cost, first))
         cost, first = min(options)
-        best.append((cost + _break_cost(stretches, last, settings), first))
+        one = stretches[last]
+        # A cut is free at the end of a sentence, and where it is forced.
+        if last + 1 < count and not one.ends_sentence and _may_join(one, stretches[last + 1], settings):
+            cost += max(0.0, SENTENCE_BREAK_COST - (stretches[last + 1].start_ms - one.end_ms) / 1000)
+        best.append((cost, first))
     ends, after = [], count
     while after:
         ends.append((best[after][1], after))
@@ -156,21 +158,6 @@ def cut_clips(stretches: Sequence[Stretch], length_ms: int, settings: CutSetting
 def _may_join(one: Stretch, following: Stretch, settings: CutSettings) -> bool:
     alike = one.speaker == following.speaker and one.overlapped == following.overlapped
     return alike and not following.new_voice and following.start_ms - one.end_ms <= 1000 * settings.max_pause
-
-
-def _length_cost(seconds: float, settings: CutSettings) -> float:
-    shortest, longest = settings.seconds
-    too_short = TOO_SHORT_COST if seconds < settings.hard_seconds[0] else 0.0
-    return max(shortest - seconds, 0.0) + 0.5 * max(seconds - longest, 0.0) + too_short
-
-
-def _break_cost(stretches: Sequence[Stretch], last: int, settings: CutSettings) -> float:
-    """Return the cost of a cut after a stretch: none at a sentence's end, or if the cut is forced."""
-    one = stretches[last]
-    if last + 1 == len(stretches) or one.ends_sentence or not _may_join(one, stretches[last + 1], settings):
-        return 0.0
-    pause = (stretches[last + 1].start_ms - one.end_ms) / 1000
-    return max(0.0, SENTENCE_BREAK_COST - pause)
 
 
 def _clip(stretches: Sequence[Stretch], first: int, after: int, length_ms: int, settings: CutSettings) -> CutClip:

@@ -32,8 +32,6 @@ THRESHOLDS: dict[DropReason, str] = {
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
-GIVEN_REASONS: tuple[DropReason, ...] = ("unreadable", "duplicate")
-"""Reasons of rows that the first pass never listened to."""
 
 
 def decide(table: pa.Table, settings: CurateSettings) -> pa.Table:
@@ -44,7 +42,16 @@ def decide(table: pa.Table, settings: CurateSettings) -> pa.Table:
         if name in holds:
             reason[holds[name]] = name
     if not settings.keep.duplicates:
-        _drop_duplicates(table, reason)
+        # Keep the first acceptable one of the clips that repeat one another.
+        original, ids = _strings(table, "duplicate_of"), _strings(table, "id")
+        copies = np.flatnonzero(original != "")
+        originals = set(original[copies])
+        kept = {id for id, why in zip(ids, reason, strict=True) if id in originals and not why} if originals else set()
+        for row in copies:
+            if not reason[row] and original[row] not in kept:
+                kept.add(original[row])
+            else:
+                reason[row] = "duplicate"
     listened = _strings(table, "part") != ""
     reason[~listened] = _strings(table, "reason")[~listened]
     return set_columns(table, {"status": np.where(reason == "", "kept", "dropped"), "reason": reason})
@@ -61,7 +68,10 @@ def _reasons(table: pa.Table, settings: CurateSettings) -> dict[DropReason, Bool
     starts, ends = table["start_ms"].to_numpy(), table["end_ms"].to_numpy()
     seconds = (ends - starts) / 1000
     text = _strings(table, "text")
-    at_start, at_end = starts == 0, ends == _recording_ends(table)
+    codes = table["recording"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    recording_ends = np.zeros(int(codes.max(initial=-1)) + 1, np.int64)
+    np.maximum.at(recording_ends, codes, ends)
+    at_start, at_end = starts == 0, ends == recording_ends[codes]
     gap_ms = 1000 * cut.min_gap
     low_pace, high_pace = keep.characters_per_second
     pace = measure("characters_per_second")
@@ -109,29 +119,8 @@ def _reasons(table: pa.Table, settings: CurateSettings) -> dict[DropReason, Bool
     return holds
 
 
-def _drop_duplicates(table: pa.Table, reason: npt.NDArray[np.object_]) -> None:
-    """Keep the first acceptable one of the clips that repeat one another."""
-    original, ids = _strings(table, "duplicate_of"), _strings(table, "id")
-    copies = np.flatnonzero(original != "")
-    originals = set(original[copies])
-    kept = {id for id, why in zip(ids, reason, strict=True) if id in originals and not why} if originals else set()
-    for row in copies:
-        if not reason[row] and original[row] not in kept:
-            kept.add(original[row])
-        else:
-            reason[row] = "duplicate"
-
-
 def _strings(table: pa.Table, name: str) -> npt.NDArray[np.object_]:
     return np.asarray(pc.fill_null(table[name], "").to_numpy(zero_copy_only=False), object)
-
-
-def _recording_ends(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Return the end of the recording of each row."""
-    codes = table["recording"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
-    ends = np.zeros(int(codes.max(initial=-1)) + 1, np.int64)
-    np.maximum.at(ends, codes, table["end_ms"].to_numpy())
-    return np.asarray(ends[codes], np.int64)
 
 
 def _wrong_language(table: pa.Table, settings: CurateSettings) -> BoolArray:

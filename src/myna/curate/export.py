@@ -20,15 +20,13 @@ from myna.core.progress import ProgressCallback, silent
 from myna.curate.first_pass import segment_id
 from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS
 from myna.curate.settings import HoldOutSettings
-from myna.data.manifest import Utterance, write_manifest
+from myna.data.manifest import Utterance
 from myna.data.segments import set_columns
 from myna.data.split import assign_subsets
 from myna.text.normalization import base_language
 from myna.text.spoken_forms import normalise_spoken_text
 
 CLIPS_FOLDER = "clips"
-MANIFEST_FILE = "manifest.jsonl"
-MANIFEST_COLUMNS = ("id", "recording", "start_ms", "end_ms", "clip", "speaker", "text", "normalised_text", "language")
 
 
 def name_clips(table: pa.Table) -> pa.Table:
@@ -69,8 +67,17 @@ def write_clips(folder: Path, table: pa.Table, progress: ProgressCallback = sile
             by_part.setdefault(row["audio"], []).append(row)
     total = sum(map(len, by_part.values()))
     done = 0
+
+    def write_part(audio: str) -> int:
+        with soundfile.SoundFile(folder / audio) as file:
+            for row in by_part[audio]:
+                file.seek(row["audio_start_ms"] * SAMPLES_PER_MS)
+                samples = file.read((row["end_ms"] - row["start_ms"]) * SAMPLES_PER_MS, dtype="float32")
+                write_audio(folder / row["clip"], samples * np.float32(10 ** (row["gain_db"] / 20)), CURATION_RATE)
+        return len(by_part[audio])
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for count in pool.map(lambda part: _write_part_clips(folder, *part), by_part.items()):
+        for count in pool.map(write_part, by_part):
             done += count
             progress("writing clips", done, total)
     for path in (folder / CLIPS_FOLDER).glob("*/*.flac"):
@@ -81,19 +88,11 @@ def write_clips(folder: Path, table: pa.Table, progress: ProgressCallback = sile
             path.rmdir()
 
 
-def _write_part_clips(folder: Path, audio: str, rows: list[dict[str, Any]]) -> int:
-    with soundfile.SoundFile(folder / audio) as file:
-        for row in rows:
-            file.seek(row["audio_start_ms"] * SAMPLES_PER_MS)
-            samples = file.read((row["end_ms"] - row["start_ms"]) * SAMPLES_PER_MS, dtype="float32")
-            write_audio(folder / row["clip"], samples * np.float32(10 ** (row["gain_db"] / 20)), CURATION_RATE)
-    return len(rows)
-
-
 def utterances_of(folder: Path, table: pa.Table) -> list[Utterance]:
     """Return kept clips as utterances, in the order of the table."""
     utterances = []
-    for row in _kept(table, MANIFEST_COLUMNS):
+    names = ("id", "recording", "start_ms", "end_ms", "clip", "speaker", "text", "normalised_text", "language")
+    for row in _kept(table, names):
         extras = {key: row[key] for key in ("recording", "start_ms", "end_ms")}
         if row["normalised_text"] != row["text"]:
             extras["normalised_text"] = row["normalised_text"]
@@ -108,7 +107,8 @@ def assign_splits(table: pa.Table, folder: Path, settings: HoldOutSettings) -> p
     utterances = utterances_of(folder, table)
     subset_of: dict[str, str] = {}
     if utterances:
-        texts = held_out_texts(utterances, settings)
+        # The requested number, but at most a tenth of all texts.
+        texts = min(settings.texts, len({utterance.text for utterance in utterances}) // 10)
         try:
             subset_of |= assign_subsets(
                 utterances, lambda one: one.id, speakers=settings.speakers, texts=texts, seed=settings.seed
@@ -118,14 +118,3 @@ def assign_splits(table: pa.Table, folder: Path, settings: HoldOutSettings) -> p
             raise DataError(f"the kept clips cannot be split: {error.what}", hint=hint) from None
     split = [subset_of.get(id, "") for id in table["id"].to_pylist()]
     return set_columns(table, {"split": split})
-
-
-def held_out_texts(utterances: list[Utterance], settings: HoldOutSettings) -> int:
-    """Return the number of held-out texts: the requested one, but at most a tenth of all."""
-    return min(settings.texts, len({utterance.text for utterance in utterances}) // 10)
-
-
-def write_curated_manifest(folder: Path, table: pa.Table) -> list[Utterance]:
-    utterances = utterances_of(folder, table)
-    write_manifest(folder / MANIFEST_FILE, utterances)
-    return utterances

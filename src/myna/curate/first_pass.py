@@ -37,8 +37,8 @@ from myna.listen.asr import ASR, TimedTranscript, Transcript
 from myna.listen.diarization import SpeakerTurns, find_local_speakers, label_speakers
 from myna.listen.fingerprints import fingerprint
 from myna.listen.models import AnalysisModels, batches, capabilities, load_models, map_batches, measure
+from myna.listen.sounds import voice_activity
 from myna.listen.speaker_encoders import embed_speakers
-from myna.listen.voice_activity import voice_activity
 from myna.text.spoken_forms import normalise_spoken_text
 
 EDGE_MS = 1500

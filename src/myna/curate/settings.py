@@ -15,17 +15,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
-from myna.core.config import (
-    Count,
-    Positive,
-    SettingOverrides,
-    Settings,
-    Share,
-    format_overrides,
-    override,
-    parse_settings,
-    read_settings_tree,
-)
+from myna.core import config
+from myna.core.config import Count, Positive, SettingOverrides, Settings, Share
 from myna.core.errors import ConfigError
 from myna.core.io import save_text
 from myna.data.segments import SETTINGS_FILE
@@ -188,12 +179,16 @@ def load_curate_settings(
     tree: dict[str, Any] = {}
     if path is not None and (file is not None or path.exists()):
         try:
-            tree = read_settings_tree(path, CurateSettings, hint="write KEY: VALUE lines, or leave --settings away")
+            tree = config.read_settings_tree(
+                path, CurateSettings, hint="write KEY: VALUE lines, or leave --settings away"
+            )
         except FileNotFoundError:
             raise ConfigError(f"there is no file {path}", hint="check the path given with --settings") from None
     for setting in overrides:
-        override(tree, setting, CurateSettings)
-    return parse_settings(CurateSettings, tree, where=f"{path or 'settings'} with --set" if overrides else str(path))
+        config.override(tree, setting, CurateSettings)
+    return config.parse_settings(
+        CurateSettings, tree, where=f"{path or 'settings'} with --set" if overrides else str(path)
+    )
 
 
 def curation_settings(
@@ -211,5 +206,5 @@ def curation_settings(
     named: dict[str, Any] = {"listen.asr": asr, "listen.language": language, "speakers.number": speakers}
     named["speakers.enrolment"] = list(enrol) or None
     shortcuts = {key: value for key, value in named.items() if value is not None}
-    overrides = [*format_overrides(shortcuts), *format_overrides(settings)]
+    overrides = [*config.format_overrides(shortcuts), *config.format_overrides(settings)]
     return load_curate_settings(folder, overrides, Path(settings_file) if settings_file is not None else None)

@@ -33,15 +33,10 @@ def read_script(path: Path) -> str:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8: {error}", hint="save the file as UTF-8") from None
-    if path.suffix.lower() in (".srt", ".vtt"):
-        text = "\n".join(_subtitle_lines(text))
-    return normalise_text(text)
-
-
-def _subtitle_lines(text: str) -> list[str]:
-    """Return the lines of cues: those between a line of times and the next blank line."""
+    if path.suffix.lower() not in (".srt", ".vtt"):
+        return normalise_text(text)
     spoken: list[str] = []
-    in_cue = False
+    in_cue = False  # lines of cues are those between a line of times and the next blank line
     for line in text.splitlines():
         if TIMING_LINE.match(line):
             in_cue = True
@@ -49,7 +44,7 @@ def _subtitle_lines(text: str) -> list[str]:
             in_cue = False
         elif in_cue:
             spoken.append(MARKUP.sub("", line))
-    return spoken
+    return normalise_text("\n".join(spoken))
 
 
 def split_words(text: str, language: str) -> list[str]:
@@ -65,7 +60,11 @@ def align_script(texts: Sequence[str], script: str, language: str) -> list[str |
     """
     groups = [split_words(text, language) for text in texts]
     words = split_words(script, language)
-    places = _equal_words([alphanumeric(word) for group in groups for word in group], [*map(alphanumeric, words)])
+    spoken = [alphanumeric(word) for group in groups for word in group]
+    places: list[int | None] = [None] * len(spoken)  # of an equal word in the script, in an alignment of least edits
+    for edit in Levenshtein.opcodes(spoken, [*map(alphanumeric, words)]):
+        if edit.tag == "equal":
+            places[edit.src_start : edit.src_end] = range(edit.dest_start, edit.dest_end)
     anchors: list[list[tuple[int, int]]] = []
     first = 0
     for group in groups:
@@ -87,16 +86,6 @@ def align_script(texts: Sequence[str], script: str, language: str) -> list[str |
         aligned.append(separator.join(words[start:end]))
         used = end
     return aligned
-
-
-def _equal_words(spoken: list[str], written: list[str]) -> list[int | None]:
-    """Return for each spoken word the place of an equal word in the script, in an alignment of least edits."""
-    places: list[int | None] = [None] * len(spoken)
-    for edit in Levenshtein.opcodes(spoken, written):
-        if edit.tag == "equal":
-            for offset in range(edit.src_end - edit.src_start):
-                places[edit.src_start + offset] = edit.dest_start + offset
-    return places
 
 
 def _clusters(places: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -20,9 +20,9 @@ from myna.core.io import bytes_hash, curation_models_folder, file_hash
 from myna.models.files import error_summary, format_names, quiet_transformers, weight_files
 
 if TYPE_CHECKING:
-    from myna.listen.background import DeepFilterNet, SpeechMusicNoiseNetwork
     from myna.listen.diarization import SegmentationNetwork
     from myna.listen.mos import DNSMOSNetwork
+    from myna.listen.sounds import DeepFilterNet, SpeechMusicNoiseNetwork
     from myna.listen.speaker_encoders import SpeakerEncoder
 
 INSTALL = 'pip install "myna[curate]"'
@@ -88,9 +88,9 @@ def load_models(folder: Path | None = None, device: str = "cpu", threads: int = 
 
     The ONNX models use `threads` threads (0 lets onnxruntime choose), torch those of the process.
     """
-    from myna.listen.background import DeepFilterNet, SpeechMusicNoiseNetwork
     from myna.listen.diarization import SegmentationNetwork
     from myna.listen.mos import DNSMOSNetwork
+    from myna.listen.sounds import DeepFilterNet, SpeechMusicNoiseNetwork
     from myna.listen.speaker_encoders import ECAPA, open_speaker_encoder
 
     folder = folder or curation_models_folder()

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from myna.core.io import atomic_folder, check_writable
 from myna.core.progress import ProgressCallback, silent
@@ -75,9 +74,9 @@ def run_xray(folder: Path, *, model: str | None = None, progress: ProgressCallba
 def _map_audio(table: pa.Table, numbers: dict[str, Any], out: Path, folder: Path) -> dict[str, list[Any]]:
     """Return file, first and last second of the clips on the map."""
     ids = [point["id"] for point in numbers["speakers"]["map"]["points"]]
-    found = pc.index_in(pa.array(ids, pa.string()), value_set=table["id"].combine_chunks()).to_pylist()
+    found = [row for row in sources.rows_of(table, pa.array(ids, pa.string())) if row is not None]
     columns = ("id", "audio", "audio_start_ms", "start_ms", "end_ms")
-    rows = table.select(columns).take(pa.array([row for row in found if row is not None], pa.int64())).to_pylist()
+    rows = table.select(columns).take(pa.array(found, pa.int64())).to_pylist()
     return {
         row["id"]: [
             os.path.relpath(folder / row["audio"], out).replace(os.sep, "/"),

@@ -181,14 +181,24 @@ def choose_pieces(table: pa.Table, reasons: Iterable[str], example_ids: Sequence
     doubt = np.where(np.isfinite(cer), np.fmax(cer, edge), -1.0)
     kept = np.flatnonzero((names == "kept") & (doubt > 0))
     dropped = np.flatnonzero((names == "doubtful text") & (doubt >= 0))
-    found = pc.index_in(pa.array(example_ids, pa.string()), value_set=table["id"].combine_chunks())
+    copies = np.flatnonzero((table["duplicate_of"].to_numpy(zero_copy_only=False) != "") & audible)
+    originals = rows_of(table, table["duplicate_of"].take(copies).combine_chunks())
+    pairs = [
+        (row, copy) for row, copy in zip(originals, copies.tolist(), strict=True) if row is not None and audible[row]
+    ]
     return PieceRows(
         chosen,
         kept[np.argsort(-doubt[kept], kind="stable")][:DOUBTFUL_CLIPS].tolist(),
         dropped[np.argsort(doubt[dropped], kind="stable")][:DOUBTFUL_CLIPS].tolist(),
-        _duplicate_pairs(table, audible),
-        [row for row in found.to_pylist() if row is not None],
+        pairs[:DUPLICATE_PAIRS],
+        [row for row in rows_of(table, pa.array(example_ids, pa.string())) if row is not None],
     )
+
+
+def rows_of(table: pa.Table, ids: pa.Array) -> list[int | None]:
+    """Return the row of each id; None if the table lacks it."""
+    rows: list[int | None] = pc.index_in(ids, value_set=table["id"].combine_chunks()).to_pylist()
+    return rows
 
 
 def _spread(rows: Rows, recordings: npt.NDArray[Any]) -> list[int]:
@@ -200,14 +210,6 @@ def _spread(rows: Rows, recordings: npt.NDArray[Any]) -> list[int]:
     first = np.flatnonzero(np.r_[True, codes[1:] != codes[:-1]]) if len(codes) else np.empty(0, np.int64)
     turn[order] = np.arange(len(codes)) - np.repeat(first, np.diff(np.r_[first, len(codes)]))
     return sorted(shuffled[np.argsort(turn, kind="stable")][:PIECES_PER_REASON].tolist())
-
-
-def _duplicate_pairs(table: pa.Table, audible: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    copies = np.flatnonzero((table["duplicate_of"].to_numpy(zero_copy_only=False) != "") & audible)
-    originals = table["duplicate_of"].take(copies).combine_chunks()
-    found = pc.index_in(originals, value_set=table["id"].combine_chunks()).to_pylist()
-    pairs = [(row, copy) for row, copy in zip(found, copies.tolist(), strict=True) if row is not None and audible[row]]
-    return pairs[:DUPLICATE_PAIRS]
 
 
 def write_pieces(

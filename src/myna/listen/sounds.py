@@ -1,7 +1,8 @@
-"""Sounds behind the voice: music by inaSpeechSegmenter's network, noise by DeepFilterNet3.
+"""Speech, music and noise in a recording.
 
-The first tells speech, music and noise apart (Doukhan et al. 2018, here in plain torch): its input is 0.68 s of 21 log
-mel bands, normalized as a whole. The second (Schröter et al. 2023, three ONNX networks over whole windows) gives a
+Speech is found by Silero v6, whose ONNX file comes in faster-whisper's wheel. Music is told from speech and noise by
+inaSpeechSegmenter's network (Doukhan et al. 2018, here in plain torch): its input is 0.68 s of 21 log mel bands,
+normalized as a whole. DeepFilterNet3 (Schröter et al. 2023, three ONNX networks over whole windows) gives a
 speech-to-noise ratio: the power of its output over the power of what it removed. Music counts as noise then; the output
 is only measured, and never trained on.
 """
@@ -20,11 +21,74 @@ from torch import nn
 from torch.nn import functional as F
 
 from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz
+from myna.audio.signal_measures import SpeechSpan
 from myna.core.errors import import_optional
 from myna.listen.models import INSTALL, open_onnx, remake_hint
 from myna.models.files import load_network
 
 FloatArray = npt.NDArray[np.float32]
+
+SPEECH_PROBABILITY, SILENCE_PROBABILITY = 0.5, 0.35
+"""Probability at which speech begins, and below which it may end."""
+MIN_GAP_SECONDS = 0.1
+"""Silences shorter than this, in seconds, belong to the speech around them."""
+PAD_SECONDS = 0.03
+"""Seconds added at both ends of a span."""
+VAD_WINDOW_SAMPLES, VAD_CONTEXT_SAMPLES = 512, 64
+"""Samples of a window that has a probability, and of the context before it that the network sees."""
+VAD_STATE_SIZE = 128
+VAD_BATCH_WINDOWS = 1024
+"""Windows per batch (32.8 s). The network's state goes on to the next batch, so that memory stays bounded."""
+
+
+def voice_activity(samples: Samples, sample_rate: int) -> list[SpeechSpan]:
+    """Return the stretches of speech in seconds, in order and without overlap."""
+    wave = as_mono_16khz(samples, sample_rate)
+    return speech_spans_of(speech_probabilities(wave), len(wave)) if len(wave) else []
+
+
+def speech_probabilities(wave: Samples) -> npt.NDArray[np.float32]:
+    """Return the probability of speech of each 32 ms of mono audio at 16 kHz; the last window is padded with
+    silence."""
+    import_optional("onnxruntime", INSTALL)
+    session = import_optional("faster_whisper.vad", INSTALL).get_vad_model().session
+    count = len(wave) // VAD_WINDOW_SAMPLES + 1
+    state = {name: np.zeros((1, 1, VAD_STATE_SIZE), np.float32) for name in ("h", "c")}
+    context = np.zeros(VAD_CONTEXT_SAMPLES, np.float32)
+    probabilities = []
+    for first in range(0, count, VAD_BATCH_WINDOWS):
+        after = min(count, first + VAD_BATCH_WINDOWS)
+        audio = wave[first * VAD_WINDOW_SAMPLES : after * VAD_WINDOW_SAMPLES]
+        audio = np.pad(audio, (0, (after - first) * VAD_WINDOW_SAMPLES - len(audio)))
+        joined = np.concatenate([context, audio])
+        windows = np.lib.stride_tricks.sliding_window_view(joined, VAD_CONTEXT_SAMPLES + VAD_WINDOW_SAMPLES)[
+            ::VAD_WINDOW_SAMPLES
+        ]
+        output, state["h"], state["c"] = session.run(None, {"input": np.ascontiguousarray(windows), **state})
+        probabilities.append(output.reshape(-1))
+        context = joined[-VAD_CONTEXT_SAMPLES:]
+    return np.concatenate(probabilities)
+
+
+def speech_spans_of(probabilities: npt.NDArray[np.float32], samples: int) -> list[SpeechSpan]:
+    """Return the spans of speech by Silero's rule: a span ends at a silence that is long enough."""
+    spans: list[tuple[int, int]] = []
+    start = silent_from = None
+    for window, probability in enumerate(probabilities.tolist()):
+        position = window * VAD_WINDOW_SAMPLES
+        if probability >= SPEECH_PROBABILITY:
+            silent_from = None
+            start = position if start is None else start
+        elif start is not None and probability < SILENCE_PROBABILITY:
+            silent_from = position if silent_from is None else silent_from
+            if position - silent_from >= MIN_GAP_SECONDS * LISTENING_RATE:
+                spans.append((start, silent_from))
+                start = silent_from = None
+    if start is not None and start < samples:
+        spans.append((start, samples))
+    pad = round(PAD_SECONDS * LISTENING_RATE)
+    return [(max(0, start - pad) / LISTENING_RATE, min(samples, end + pad) / LISTENING_RATE) for start, end in spans]
+
 
 MUSIC_WINDOW, MUSIC_HOP, MUSIC_FFT = 400, 160, 512
 PREEMPHASIS = 0.97
@@ -226,5 +290,5 @@ def _running_mean(values: npt.NDArray[np.floating[Any]], initial: npt.NDArray[np
     return np.asarray(means)
 
 
-def _shifted(features: FloatArray) -> FloatArray:
+def _shifted(features: npt.NDArray[np.floating[Any]]) -> FloatArray:
     return np.ascontiguousarray(np.pad(features[LOOKAHEAD:], ((0, LOOKAHEAD), (0, 0))), np.float32)
