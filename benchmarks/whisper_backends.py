@@ -166,9 +166,9 @@ def link_cuda_libraries() -> str:
 
 def measure(backend: str, device: str, beams: int, windows: int, repeats: int) -> dict[str, Any]:
     """Decode the windows with one backend in this process; the first round compiles, and is not counted."""
-    from myna.listen import whisper_windows
+    from myna.listen import asr
 
-    whisper_windows.BEAMS = beams
+    asr.BEAMS = beams
     if backend == "ctranslate2":
         if device == "cuda":
             ctypes.CDLL("libcublas.so.12")
@@ -194,7 +194,7 @@ def measure(backend: str, device: str, beams: int, windows: int, repeats: int) -
             began, texts = time.perf_counter(), []
             for start in range(0, len(clips), BATCH_CLIPS):
                 batch = clips[start : start + BATCH_CLIPS]
-                decoded = whisper_windows.decode_clips(whisper, batch, ["en"] * len(batch), word_times=kind == KINDS[0])
+                decoded = asr.decode_clips(whisper, batch, ["en"] * len(batch), word_times=kind == KINDS[0])
                 texts += [" ".join(one.texts) for one in decoded]
             took.append(time.perf_counter() - began)
         result[kind] = {"audio-s/s": result["seconds of audio"] / min(took[1:]), "texts": texts}

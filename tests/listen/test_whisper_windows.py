@@ -21,9 +21,8 @@ from myna.audio.files import Samples, read_audio
 from myna.core.errors import ConfigError
 from myna.data.manifest import read_manifest
 from myna.demo.run import BUNDLED
-from myna.listen.asr import ASR, GPU_BATCH_CLIPS, TimedTranscript, Transcript
+from myna.listen.asr import ASR, GPU_BATCH_CLIPS, TimedTranscript, Transcript, decode_clips
 from myna.listen.torch_whisper import TorchWhisperNetwork, time_warping
-from myna.listen.whisper_windows import decode_clips
 from tests.evaluate.tiny_scorers import save_whisper
 from tests.listen.transformers_beams import search_by_transformers
 from tests.real_models import WHISPER

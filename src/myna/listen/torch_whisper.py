@@ -1,9 +1,9 @@
 """Whisper in torch behind the interface of CTranslate2: encode, detect_language, generate and align.
 
-The procedure of faster-whisper (whisper_windows.py) runs on either of them. The beam search stays on its device: a step
-is one CUDA graph, and the host waits for it once in 16. It chooses what the beam search of transformers chooses with
-early stopping, a length penalty of 1, and Whisper's rules for times: in pairs, never back, and a time if times together
-are more probable than any text.
+The procedure of faster-whisper (`decode_clips` in asr.py) runs on either of them. The beam search stays on its device:
+a step is one CUDA graph, and the host waits for it once in 16. It chooses what the beam search of transformers chooses
+with early stopping, a length penalty of 1, and Whisper's rules for times: in pairs, never back, and a time if times
+together are more probable than any text.
 """
 
 from __future__ import annotations
