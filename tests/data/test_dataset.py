@@ -42,7 +42,7 @@ def test_it_opens_as_it_was_prepared(folder: Path) -> None:
     corpus = PreparedDataset.open(folder)
     assert list(corpus.utterances) == clips(folder)
     assert corpus.info == DatasetInfo("0123456789abcdef", 800, 100.0, 2, 1024)
-    assert [corpus.seconds(utterance) for utterance in corpus.utterances] == [1.0, 2.0, 0.25]
+    assert (corpus.table.frames / corpus.info.frame_rate).tolist() == [1.0, 2.0, 0.25]
     for utterance in corpus.utterances:
         assert np.array_equal(corpus.codes(utterance), codes_of(utterance))
         assert corpus.by_id(utterance.id, wanted_by="test") == utterance

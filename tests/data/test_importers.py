@@ -284,7 +284,7 @@ def test_a_clean_import_leaves_both_files(tmp_path: Path, clips: list[Path]) -> 
 
 def test_a_few_bad_items_pass_up_to_the_share_allowed(tmp_path: Path, clips: list[Path]) -> None:
     result = some(tmp_path, clips, bad=1)
-    assert result.rejected_share == 0.2
+    assert len(result.rejected) == 0.2 * (len(result.utterances) + len(result.rejected))
     write_import(result, tmp_path / "out", max_bad=0.2)
     assert len(read_manifest(tmp_path / "out" / "manifest.jsonl")) == 4
     (rejected,) = [json.loads(each) for each in (tmp_path / "out" / "rejected.jsonl").read_text("utf-8").splitlines()]

@@ -10,15 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import soxr  # type: ignore[import-untyped]
 
+from myna.audio import signal_measures as measures
 from myna.audio.files import Samples
-from myna.audio.signal_measures import (
-    bandwidth_hz,
-    clipped_share,
-    frame_levels_db,
-    noise_floor_db,
-    speech_level_db,
-    speech_spans,
-)
+from myna.audio.signal_measures import speech_level_db, speech_spans
 
 LEVEL_RANGE_DB = (-32.0, -12.0)
 """Speech levels that are left unchanged; others are brought to `LEVEL_DB`."""
@@ -58,14 +52,23 @@ def check_reference(samples: Samples, recorded_rate: int, sample_rate: int) -> C
     spans = speech_spans(resampled, sample_rate)
     problems = _problems(samples, resampled, sample_rate, sum(end - start for start, end in spans))
     if spans:
-        resampled = _trim(resampled, sample_rate, spans[0][0], spans[-1][1])
-    return CheckedReference(_at_level(_without_offset(resampled), sample_rate), tuple(problems))
+        first, last, seconds = spans[0][0], spans[-1][1], len(resampled) / sample_rate
+        start = first - KEPT_EDGE_SECONDS if first > MAX_EDGE_SECONDS else 0.0
+        end = last + KEPT_EDGE_SECONDS if seconds - last > MAX_EDGE_SECONDS else seconds
+        resampled = resampled[round(start * sample_rate) : round(end * sample_rate)]
+    offset = float(resampled.mean(dtype=np.float64)) if len(resampled) else 0.0
+    if abs(offset) > MAX_OFFSET:
+        resampled = resampled - np.float32(offset)
+    level, peak = speech_level_db(resampled, sample_rate), float(np.abs(resampled).max(initial=0.0))
+    if peak and not LEVEL_RANGE_DB[0] <= level <= LEVEL_RANGE_DB[1]:
+        resampled = resampled * np.float32(min(10 ** ((LEVEL_DB - level) / 20), MAX_PEAK / peak))
+    return CheckedReference(resampled, tuple(problems))
 
 
 def _problems(recorded: Samples, samples: Samples, sample_rate: int, speech: float) -> list[str]:
-    level, floor = speech_level_db(samples, sample_rate), noise_floor_db(samples, sample_rate)
+    level, floor = speech_level_db(samples, sample_rate), measures.noise_floor_db(samples, sample_rate)
     seconds, found = len(samples) / sample_rate, []
-    loud, quiet = np.percentile(frame_levels_db(samples, sample_rate) if speech else np.zeros(1), [95, 5])
+    loud, quiet = np.percentile(measures.frame_levels_db(samples, sample_rate) if speech else np.zeros(1), [95, 5])
     if speech and loud - quiet < MIN_LEVEL_RANGE_DB:
         found.append("no speech can be told from steady noise or music in it: give a recording of one voice alone")
     elif level - floor < MIN_SNR_DB:
@@ -78,29 +81,9 @@ def _problems(recorded: Samples, samples: Samples, sample_rate: int, speech: flo
         found.append(f"it is mostly silence ({speech:.1f} of {seconds:.1f} s are speech): cut the pauses out")
     if level < QUIET_DB:
         found.append(f"the voice is very quiet ({level:.0f} dB): record nearer to the microphone, or with more gain")
-    if (share := clipped_share(recorded)) > MAX_CLIPPED_SHARE:
+    if (share := measures.clipped_share(recorded)) > MAX_CLIPPED_SHARE:
         found.append(f"it is clipped ({share:.1%} of its samples): record with less gain")
-    if speech and (band := bandwidth_hz(samples, sample_rate)) < NARROW_BAND_HZ:
+    if speech and (band := measures.bandwidth_hz(samples, sample_rate)) < NARROW_BAND_HZ:
         narrow = f"it has nothing above {band / 1000:.1f} kHz, as a telephone call"
         found.append(f"{narrow}, and the speech will sound so: give a recording made at 16 kHz or more")
     return found
-
-
-def _trim(samples: Samples, sample_rate: int, first: float, last: float) -> Samples:
-    """Trim long silence at the ends; `first` and `last` are start and end of the speech in seconds."""
-    start = first - KEPT_EDGE_SECONDS if first > MAX_EDGE_SECONDS else 0.0
-    end = last + KEPT_EDGE_SECONDS if len(samples) / sample_rate - last > MAX_EDGE_SECONDS else None
-    return samples[round(start * sample_rate) : None if end is None else round(end * sample_rate)]
-
-
-def _without_offset(samples: Samples) -> Samples:
-    offset = float(samples.mean(dtype=np.float64)) if len(samples) else 0.0
-    return samples - np.float32(offset) if abs(offset) > MAX_OFFSET else samples
-
-
-def _at_level(samples: Samples, sample_rate: int) -> Samples:
-    level = speech_level_db(samples, sample_rate)
-    peak = float(np.abs(samples).max(initial=0.0))
-    if LEVEL_RANGE_DB[0] <= level <= LEVEL_RANGE_DB[1] or peak == 0:
-        return samples
-    return samples * np.float32(min(10 ** ((LEVEL_DB - level) / 20), MAX_PEAK / peak))

@@ -47,8 +47,15 @@ def bandwidth_hz(samples: Samples, sample_rate: int, drop_db: float = BANDWIDTH_
     The result is near half the rate of the original recording. An upsampled telephone call gives less than 4,000,
     whatever the rate of its file.
     """
-    power = _mean_power_spectrum(samples, sample_rate)
-    if not power.max(initial=0.0) > 0:
+    hop = max(1, round(HOP_SECONDS * sample_rate))
+    padded = np.pad(samples, (0, max(0, BANDWIDTH_FFT - len(samples))))
+    phases = 2 * np.pi * np.arange(BANDWIDTH_FFT) / BANDWIDTH_FFT
+    window = sum(weight * np.cos(order * phases) for order, weight in enumerate(BLACKMAN_HARRIS))
+    frames = np.lib.stride_tricks.sliding_window_view(padded, BANDWIDTH_FFT)[::hop]
+    power = np.zeros(BANDWIDTH_FFT // 2 + 1)
+    for start in range(0, len(frames), 1024):  # a minute at a time, so that memory stays bounded
+        power += (np.abs(np.fft.rfft(frames[start : start + 1024] * window, axis=1)) ** 2).sum(axis=0)
+    if not power.max() > 0:
         return 0.0
     within = np.flatnonzero(power > power.max() * 10 ** (-drop_db / 10))
     return float(within[-1]) * sample_rate / BANDWIDTH_FFT
@@ -131,18 +138,6 @@ def _speech_frames(levels: Array) -> npt.NDArray[np.bool_]:
 
 def _sounding(levels: Array) -> Array:
     return levels[levels > SILENCE_FLOOR_DB]
-
-
-def _mean_power_spectrum(samples: Samples, sample_rate: int) -> Array:
-    hop = max(1, round(HOP_SECONDS * sample_rate))
-    padded = np.pad(samples, (0, max(0, BANDWIDTH_FFT - len(samples))))
-    phases = 2 * np.pi * np.arange(BANDWIDTH_FFT) / BANDWIDTH_FFT
-    window = sum(weight * np.cos(order * phases) for order, weight in enumerate(BLACKMAN_HARRIS))
-    frames = np.lib.stride_tricks.sliding_window_view(padded, BANDWIDTH_FFT)[::hop]
-    total = np.zeros(BANDWIDTH_FFT // 2 + 1)
-    for start in range(0, len(frames), 1024):  # a minute at a time, so that memory stays bounded
-        total += (np.abs(np.fft.rfft(frames[start : start + 1024] * window, axis=1)) ** 2).sum(axis=0)
-    return np.asarray(total / len(frames))
 
 
 def integrated_loudness(samples: Samples, sample_rate: int) -> float:

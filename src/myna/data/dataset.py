@@ -384,9 +384,6 @@ class PreparedDataset:
         shape = (int(table.frames[index]), self.info.codebooks)
         return self.store.codes(int(table.shard[index]), int(table.offset[index]), shape)
 
-    def seconds(self, utterance: Utterance) -> float:
-        return float(self.table.frames[self.index_of(utterance)] / self.info.frame_rate)
-
     @cached_property
     def _by_hash(self) -> tuple[IdHashes, Indices]:
         order = np.argsort(self.table.id_hash, kind="stable")

@@ -130,9 +130,8 @@ class Shard:
     world_size: int = 1
 
 
-_Row: TypeAlias = list[PlannedSequence]
-_MicroBatch: TypeAlias = list[PlannedSequence]
-_StepPlans: TypeAlias = Generator[list[_MicroBatch], None, None]
+_Row: TypeAlias = list[PlannedSequence]  # also the joined rows of a micro-batch
+_StepPlans: TypeAlias = Generator[list[_Row], None, None]
 
 
 class _PackedWindow(NamedTuple):
@@ -166,7 +165,7 @@ class Loader(Generic[SequenceT, BatchT]):
         self.dataset, self.settings, self.seed = dataset, settings, seed
         self.reference_sampler = ReferenceSampler(dataset, settings, seed)
         self.builder = BatchBuilder(dataset, settings, render, collate)
-        self._build: Callable[[_MicroBatch], BatchT] = self.builder
+        self._build: Callable[[_Row], BatchT] = self.builder
         self._finish, self._length_estimator = finish, length_estimator
         self._row_counts: dict[tuple[int, int], int] = {}
 
@@ -191,9 +190,6 @@ class Loader(Generic[SequenceT, BatchT]):
         with closing(self._prefetch(plans, per_step=1)) as steps:
             for [batch] in steps:
                 yield batch
-
-    def first_rows(self, count: int) -> list[_Row]:
-        return list(islice(self._rows(skip=0), count))
 
     def rows_in_first_epoch(self) -> int:
         assert not list(self._rows(skip=sys.maxsize, epochs=[0]))
@@ -281,7 +277,7 @@ class Loader(Generic[SequenceT, BatchT]):
 
     # Building
 
-    def _finished(self, planned: _MicroBatch) -> BatchT:
+    def _finished(self, planned: _Row) -> BatchT:
         batch = self._build(planned)
         return batch if self._finish is None else self._finish(batch)
 
@@ -317,6 +313,6 @@ def start_workers(loaders: Sequence[Loader[Any, Any]], number: int) -> WorkerPoo
     return workers
 
 
-def _micro_batches(rows: Sequence[_Row], micro_batch_size: int) -> Iterator[_MicroBatch]:
+def _micro_batches(rows: Sequence[_Row], micro_batch_size: int) -> Iterator[_Row]:
     for start in range(0, len(rows), micro_batch_size):
         yield [sequence for row in rows[start : start + micro_batch_size] for sequence in row]

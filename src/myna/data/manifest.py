@@ -111,9 +111,8 @@ class Utterance:
 
 # Manifest files
 
-
 REQUIRED_FIELDS = ("id", "audio", "text", "speaker")
-FIELD_TYPES = {"id": str, "audio": str, "text": str, "speaker": str, "language": str, "extras": dict}
+FIELD_TYPES = dict.fromkeys((*REQUIRED_FIELDS, "language"), str) | {"extras": dict}
 
 
 class SpanError(ValueError):
@@ -122,7 +121,18 @@ class SpanError(ValueError):
 
 def write_manifest(path: Path, utterances: Iterable[Utterance]) -> None:
     """Write the lines whole or not at all. Audio inside the manifest's folder is stored relative to it."""
-    stored_path, encode = _StoredPaths(path.parent.absolute()), json.JSONEncoder(ensure_ascii=False).encode
+    folder, encode = path.parent.absolute(), json.JSONEncoder(ensure_ascii=False).encode
+    folder_prefix, cwd_prefix = (f"{one.as_posix().rstrip('/')}/" for one in (folder, Path.cwd()))
+
+    def stored_path(audio: Path) -> str:
+        path = audio.as_posix()
+        if ".." in path or path == "." or audio.drive:
+            audio = audio.resolve() if ".." in audio.parts else audio.absolute()
+            return (audio.relative_to(folder) if audio.is_relative_to(folder) else audio).as_posix()
+        # Strings are faster: `pathlib` would take most of the time of writing a long manifest.
+        path = path if audio.is_absolute() else cwd_prefix + path
+        return path.removeprefix(folder_prefix) if path + "/" != folder_prefix else "."
+
     with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
         for utterance in utterances:
             file.write(encode(utterance.to_line(stored_path(utterance.audio))) + "\n")
@@ -168,13 +178,9 @@ def parse_manifest_line(line: Any, folder: Path) -> Utterance:
         references = line["extras"].get("references", [])
         if not isinstance(references, list) or not all(isinstance(id, str) for id in references):
             raise ValueError(f"`references` is {references!r}, not a list of ids")
-    if line.get("span") is not None:
-        _check_span(line["span"])
-    return Utterance.from_json(line, folder)
-
-
-def _check_span(span: Any) -> None:
-    match span:
+    match span := line.get("span"):
+        case None:
+            pass
         case {"start": int() | float() as start, "end": int() | float() | None as end} if len(span) == 2:
             try:
                 Span(float(start), None if end is None else float(end))
@@ -182,20 +188,4 @@ def _check_span(span: Any) -> None:
                 raise SpanError(str(error)) from None
         case _:
             raise SpanError(f"`span` is {span!r}; it wants start and end in seconds")
-
-
-class _StoredPaths:
-    """Audio paths as a manifest stores them: relative inside its folder, absolute elsewhere."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._folder_prefix, self._cwd_prefix = (f"{path.as_posix().rstrip('/')}/" for path in (folder, Path.cwd()))
-
-    def __call__(self, audio: Path) -> str:
-        path = audio.as_posix()
-        if ".." in path or path == "." or audio.drive:
-            audio = audio.resolve() if ".." in audio.parts else audio.absolute()
-            return (audio.relative_to(self._folder) if audio.is_relative_to(self._folder) else audio).as_posix()
-        # Strings are faster: `pathlib` would take most of the time of writing a long manifest.
-        path = path if audio.is_absolute() else self._cwd_prefix + path
-        return path.removeprefix(self._folder_prefix) if path + "/" != self._folder_prefix else "."
+    return Utterance.from_json(line, folder)

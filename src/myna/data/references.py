@@ -42,6 +42,7 @@ class ReferenceSampler:
 
     def __init__(self, dataset: PreparedDataset, settings: DataSettings, seed: int) -> None:
         self.dataset, self.settings, self.seed = dataset, settings, seed
+        self._is_random = settings.reference == "same_speaker"
         table = dataset.table
         seconds = table.frames / dataset.info.frame_rate
         shortest, longest = settings.reference_seconds
@@ -131,10 +132,6 @@ class ReferenceSampler:
             longest[pending[is_valid]] = clips[is_valid]
             pending, position = pending[~is_valid], position + 1
         return self._with_given(targets, is_random, longest)
-
-    @property
-    def _is_random(self) -> bool:
-        return self.settings.reference == "same_speaker"
 
     def _random_mask(self, targets: Indices) -> Mask:
         """Return a mask of the targets whose reference is drawn: one speaker, and no reference in the manifest."""

@@ -206,19 +206,14 @@ def _group_speakers(utterances: Sequence[Utterance], key: Callable[[Utterance], 
     """Assign each id to a group. Speakers that share audio are one group, since one person may have several names; so
     are the speakers of a target and of the references that it names."""
 
-    def speaker(utterance: Utterance) -> Hashable:
-        # A clip without a speaker's name may be of any person: each is a speaker of its own.
-        return "speaker", utterance.speaker or utterance.id
-
+    # A clip without a speaker's name may be of any person: each is a speaker of its own.
+    speaker = {one.id: ("speaker", one.speaker or one.id) for one in utterances}
     joined = _UnionFind()
-    for utterance in utterances:
-        joined.union(speaker(utterance), ("key", key(utterance)))
+    for one in utterances:
+        joined.union(speaker[one.id], ("key", key(one)), *(speaker[id] for id in one.references or () if id in speaker))
     for first, second in _overlapping(utterances):
-        joined.union(speaker(first), speaker(second))
-    by_id = {utterance.id: utterance for utterance in utterances}
-    for utterance in utterances:
-        joined.union(speaker(utterance), *(speaker(by_id[id]) for id in utterance.references or () if id in by_id))
-    return {utterance.id: joined[speaker(utterance)] for utterance in utterances}
+        joined.union(speaker[first.id], speaker[second.id])
+    return {one.id: joined[speaker[one.id]] for one in utterances}
 
 
 def _draw_speakers(utterances: Sequence[Utterance], groups: Groups, count: int, seed: int) -> set[Hashable]:

@@ -29,13 +29,11 @@ EXIT_SECONDS = 5.0
 """Seconds from the end of a worker's socket to its exit code."""
 SIZE = struct.Struct("<Q")
 
-Builder = Callable[[Any], Any]
-
 
 class WorkerPool:
     """Pool of `number` processes, each of which holds all `builders`. They start at once and import what those need."""
 
-    def __init__(self, number: int, builders: Sequence[Builder]) -> None:
+    def __init__(self, number: int, builders: Sequence[Callable[[Any], Any]]) -> None:
         message = _pickle(list(builders))
         self._workers = [_Worker() for _ in range(number)]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
@@ -138,10 +136,8 @@ def _try(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception 
         return None, error
 
 
-# Messages: a pickle, and its arrays out of band, which are not copied into it
-
-
 def _pickle(value: Any) -> list[Any]:
+    """Return the parts of a message: a pickle, and its arrays out of band, which are not copied into it."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return [data, *(buffer.raw() for buffer in buffers)]
@@ -158,18 +154,16 @@ def _send(to: socket.socket, parts: Sequence[Any]) -> None:
 
 
 def _receive(source: socket.socket) -> list[Any]:
-    [count] = SIZE.unpack(_read(source, SIZE.size))
-    sizes = np.frombuffer(_read(source, count * SIZE.size), np.uint64)
-    return [_read(source, size) for size in sizes.tolist()]
+    def read(size: int) -> Any:
+        # Usually in one call, in which the kernel fills the array without the GIL.
+        array = np.empty(size, np.uint8)
+        remaining = array.data
+        while remaining:
+            count = source.recv_into(remaining, 0, socket.MSG_WAITALL)
+            if not count:
+                raise EOFError("the socket is closed")
+            remaining = remaining[count:]
+        return array
 
-
-def _read(source: socket.socket, size: int) -> Any:
-    """Read `size` bytes, usually in one call, in which the kernel fills the array without the GIL."""
-    array = np.empty(size, np.uint8)
-    remaining = array.data
-    while remaining:
-        read = source.recv_into(remaining, 0, socket.MSG_WAITALL)
-        if not read:
-            raise EOFError("the socket is closed")
-        remaining = remaining[read:]
-    return array
+    [count] = SIZE.unpack(read(SIZE.size))
+    return [read(size) for size in np.frombuffer(read(count * SIZE.size), np.uint64).tolist()]

@@ -46,12 +46,20 @@ def normalise_spoken_text(text: str, language: str, *, diacritics: bool = False)
     text = " ".join(unicodedata.normalize("NFC", text).split())
     base = base_language(language)
     if base == "en":
-        return _english(text)
+        spoken = text
+        for pattern, replace in _english_rules():
+            spoken = pattern.sub(replace, spoken)
+        spoken = " ".join(spoken.split())
+        # The full stop of an abbreviation also ended the sentence.
+        return f"{spoken}." if text.endswith(".") and not spoken.endswith(".") else spoken
     if base == "vi" and importlib.util.find_spec("sea_g2p") is not None:
         spoken = str(_vietnamese_normalizer().normalize(text))
         return " ".join(re.sub(r"</?en>", "", spoken).split())
     if base == "ar":
-        return _arabic(text, diacritics)
+        text = unicodedata.normalize("NFKC", text).translate(ARABIC_FORMS)
+        text = "".join(str(unicodedata.decimal(letter)) if letter.isdecimal() else letter for letter in text)
+        if diacritics:
+            return str(import_optional("text2tashkeel", "pip install text2tashkeel").diacritize(text))
     return text
 
 
@@ -84,16 +92,6 @@ def year_words(year: int) -> str:
     if rest == 0:
         return f"{number_words(century)} hundred"
     return f"{number_words(century)} {'oh ' if rest < 10 else ''}{number_words(rest)}"
-
-
-def _english(text: str) -> str:
-    spoken = text
-    for pattern, replace in _english_rules():
-        spoken = pattern.sub(replace, spoken)
-    spoken = " ".join(spoken.split())
-    return (
-        f"{spoken}." if text.endswith(".") and not spoken.endswith(".") else spoken
-    )  # the full stop of an abbreviation also ended the sentence
 
 
 @functools.cache
@@ -131,7 +129,10 @@ def _english_rules() -> list[tuple[re.Pattern[str], Any]]:
         (rf"(?<=[A-Za-z])-?({NUMBER})", lambda m: f" {_number(m[1])}"),
         (rf"({NUMBER})(?=[A-Za-z])", lambda m: f"{_number(m[1])} "),
         (rf"({NUMBER})", lambda m: _number(m[1])),
-        (rf"\b(World War|[Cc]hapter|[Pp]art|[Aa]ct|[Vv]olume) ({'|'.join(ROMAN)})\b", _roman),
+        (
+            rf"\b(World War|[Cc]hapter|[Pp]art|[Aa]ct|[Vv]olume) ({'|'.join(ROMAN)})\b",
+            lambda m: f"{m[1]} {number_words(ROMAN[m[2]])}",
+        ),
         (r" ?([&+=@]) ?", lambda m: f" {SYMBOLS[m[1]]} "),
     ]
     return [(re.compile(pattern), replace) for pattern, replace in rules]
@@ -192,18 +193,6 @@ def _time(match: re.Match[str]) -> str:
     return f"{number_words(int(hour))} {'oh ' if minutes < 10 else ''}{number_words(minutes)}{half_day}"
 
 
-def _roman(match: re.Match[str]) -> str:
-    return f"{match[1]} {number_words(ROMAN[match[2]])}"
-
-
 @functools.cache
 def _vietnamese_normalizer() -> Any:
     return import_optional("sea_g2p", "pip install sea-g2p").Normalizer()
-
-
-def _arabic(text: str, diacritics: bool) -> str:
-    uniform = unicodedata.normalize("NFKC", text).translate(ARABIC_FORMS)
-    uniform = "".join(str(unicodedata.decimal(letter)) if letter.isdecimal() else letter for letter in uniform)
-    if not diacritics:
-        return uniform
-    return str(import_optional("text2tashkeel", "pip install text2tashkeel").diacritize(uniform))

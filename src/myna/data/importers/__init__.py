@@ -1,6 +1,6 @@
 """Importers: recordings and transcripts in any of ten layouts, read into one manifest.
 
-Each layout is an `Importer` with a description, `matches` and `read`. The module `validation` checks everything they
+Each layout is an `Importer`, an entry of `FORMATS`. The module `validation` checks everything they
 read; `rejected.jsonl` names what cannot be used, and too much of it stops the import.
 """
 
@@ -19,16 +19,52 @@ from myna.data.importers.validation import TextCheck, validate_utterances
 from myna.data.manifest import Utterance, write_manifest
 
 FORMATS: dict[str, Importer] = {
-    "myna": folders.MYNA_MANIFEST,
-    "folder": folders.FOLDER,
-    "ljspeech": folders.LJSPEECH,
-    "table": tables.TABLE,
-    "metadata_json": conversations.METADATA_JSON,
-    "chatml": conversations.CHATML,
-    "ms_swift": conversations.MS_SWIFT,
-    "hf": tables.HUGGING_FACE,
-    "scored_jsonl": scored.SCORED_JSONL,
-    "speechocean": scored.SPEECHOCEAN,
+    "myna": Importer("Myna's own manifest.jsonl", folders.matches_manifest, folders.read_manifest),
+    "folder": Importer(
+        "a folder of recordings with a .txt or .lab of the same name beside each; subfolders are speakers",
+        folders.matches_folder,
+        folders.read_folder,
+    ),
+    "ljspeech": Importer(
+        "LJSpeech: metadata.csv of id|text|normalised text, without a header, beside wavs/",
+        folders.matches_ljspeech,
+        folders.read_ljspeech,
+    ),
+    "table": Importer(
+        "a CSV or TSV file whose header names at least an audio and a text column",
+        tables.matches_table,
+        tables.read_table,
+    ),
+    "metadata_json": Importer(
+        "a folder with metadata.json = {dataset_info, samples: [{audio_file, transcript_file, ...}]}",
+        conversations.matches_samples,
+        conversations.read_samples,
+    ),
+    "chatml": Importer(
+        "boson ChatML, JSON or JSONL: {messages: [{role, content}], start_index, speaker, misc}",
+        conversations.matches_chatml,
+        conversations.read_chatml,
+    ),
+    "ms_swift": Importer(
+        "ms-swift JSONL: {messages: [{role, content with <audio>}], audios: [paths]}",
+        conversations.matches_ms_swift,
+        conversations.read_ms_swift,
+    ),
+    "hf": Importer(
+        "Hugging Face: a folder or file of Parquet or Arrow, or OWNER/NAME[/CONFIG][:SPLIT] on the hub",
+        tables.matches_hub,
+        tables.read_hub,
+    ),
+    "scored_jsonl": Importer(
+        "a JSONL file with audio, text, scores (accuracy, fluency, prosodic, total, 0 to 10) and words",
+        scored.matches_scored,
+        scored.read_scored,
+    ),
+    "speechocean": Importer(
+        "a part of SpeechOcean762, train or test: wav.scp, text and utt2spk, with resource/scores.json beside it",
+        scored.matches_speechocean,
+        scored.read_speechocean,
+    ),
 }
 RECORDING_SUFFIXES = frozenset((*records.AUDIO_SUFFIXES, *records.OTHER_AUDIO_SUFFIXES))
 MAX_NAMED_REJECTIONS = 5
@@ -45,10 +81,6 @@ class ImportResult:
     def counts(self) -> dict[RejectionReason, int]:
         """Number of rejected records by reason, the most frequent first."""
         return dict(Counter(item.reason for item in self.rejected).most_common())
-
-    @property
-    def rejected_share(self) -> float:
-        return len(self.rejected) / max(1, len(self.utterances) + len(self.rejected))
 
 
 def detect_format(source: str) -> str:
@@ -141,7 +173,8 @@ def write_import(imported: ImportResult, out: Path, *, max_bad: float = 0.01) ->
     with atomic_write(rejected) as temporary:
         lines = "".join(json.dumps(item.to_json(), ensure_ascii=False) + "\n" for item in imported.rejected)
         temporary.write_bytes(lines.encode(errors="backslashreplace"))  # invalid characters become JSON escapes
-    bad, good, share = len(imported.rejected), len(imported.utterances), imported.rejected_share
+    bad, good = len(imported.rejected), len(imported.utterances)
+    share = bad / max(1, good + bad)
     if good and share <= max_bad:
         write_manifest(out / "manifest.jsonl", imported.utterances)
         return

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from myna.audio.files import probe
 from myna.core.errors import AudioError
 from myna.data.importers import records
-from myna.data.importers.records import ImportContext, Importer, ImportItem, RecordError, SourceRecord, build_utterances
+from myna.data.importers.records import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.manifest import SPEAKER_TAG, TASKS, Span, Utterance
 from myna.text.normalization import normalise_text
 
@@ -118,12 +118,12 @@ CHATML_FIELDS = ("id", "messages", "start_index", "speaker", "language", "misc")
 SCENE = re.compile(r"<\|scene_desc_start\|>(.*?)<\|scene_desc_end\|>", re.DOTALL)
 
 
-def _matches_chatml(source: Path) -> bool:
+def matches_chatml(source: Path) -> bool:
     head = records.read_head(source, ".json", ".jsonl")
     return '"messages"' in head and '"audios"' not in head
 
 
-def _read_chatml(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+def read_chatml(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     def make(record: SourceRecord) -> Iterator[Utterance]:
         return _utterances(parse_conversation(record, context), context)
 
@@ -187,25 +187,18 @@ def _chatml_clip(content: Mapping[str, Any], context: ImportContext, folder: Pat
     return ImportedClip(context.save_embedded_audio(data), span)
 
 
-CHATML = Importer(
-    "boson ChatML, JSON or JSONL: {messages: [{role, content}], start_index, speaker, misc}",
-    _matches_chatml,
-    _read_chatml,
-)
-
-
 # ms-swift
 
 MS_SWIFT_FIELDS = ("id", "messages", "audios", "speaker", "speaker_id", "language")
 PLACEHOLDER = "<audio>"
 
 
-def _matches_ms_swift(source: Path) -> bool:
+def matches_ms_swift(source: Path) -> bool:
     head = records.read_head(source, ".json", ".jsonl")
     return '"messages"' in head and '"audios"' in head
 
 
-def _read_ms_swift(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+def read_ms_swift(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     def make(record: SourceRecord) -> Iterator[Utterance]:
         sample = record.data
         record.id = str(sample.get("id") or f"{source.stem}-{record.line}")
@@ -246,11 +239,6 @@ def _place_clips(messages: list[tuple[str, str]], clips: list[ImportedClip]) -> 
     return turns
 
 
-MS_SWIFT = Importer(
-    "ms-swift JSONL: {messages: [{role, content with <audio>}], audios: [paths]}", _matches_ms_swift, _read_ms_swift
-)
-
-
 # The Vietnamese fine-tuning folder: recordings, transcripts and a `metadata.json` that names them
 
 REFERENCE_FIELDS = ("ref_audio_file", "ref_transcript", "ref_speakers")
@@ -260,12 +248,12 @@ MAX_DURATION_ERROR_SECONDS = 1.0
 """Seconds by which `duration` may differ from the recording's length, since sources round."""
 
 
-def _matches_samples(source: Path) -> bool:
+def matches_samples(source: Path) -> bool:
     file = records.index_file(source, "metadata.json")
     return file.name == "metadata.json" and bool(re.search(r'"(dataset_info|samples)"\s*:', records.read_head(file)))
 
 
-def _read_samples(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+def read_samples(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     index = records.index_file(source, "metadata.json")
     folders = (index.parent, Path())
 
@@ -351,10 +339,3 @@ def _check_duration(duration: Any, audio: Path) -> None:
         return
     if not abs(duration - seconds) <= MAX_DURATION_ERROR_SECONDS:  # written so that NaN fails too
         raise RecordError("wrong duration", f"`duration` is {duration} s, and {audio} has {seconds:.2f} s")
-
-
-METADATA_JSON = Importer(
-    "a folder with metadata.json = {dataset_info, samples: [{audio_file, transcript_file, ...}]}",
-    _matches_samples,
-    _read_samples,
-)

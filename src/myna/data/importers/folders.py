@@ -5,20 +5,20 @@ from pathlib import Path
 
 from myna.core.io import is_file
 from myna.data.importers import records
-from myna.data.importers.records import ImportContext, Importer, ImportItem, RecordError, SourceRecord, build_utterances
-from myna.data.importers.scored import SCORED_JSONL
-from myna.data.importers.tables import TABLE
+from myna.data.importers.records import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
+from myna.data.importers.scored import matches_scored
+from myna.data.importers.tables import matches_table
 from myna.data.manifest import SpanError, Utterance, parse_manifest_line
 
 
-def _matches_manifest(source: Path) -> bool:
+def matches_manifest(source: Path) -> bool:
     file = records.index_file(source, "manifest.jsonl")
     first = records.read_head(file, ".jsonl").partition("\n")[0]
     is_manifest = all(f'"{key}"' in first for key in ("id", "audio", "text"))
-    return is_manifest and '"messages"' not in first and not SCORED_JSONL.matches(file)
+    return is_manifest and '"messages"' not in first and not matches_scored(file)
 
 
-def _read_manifest(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+def read_manifest(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     def make(record: SourceRecord) -> Iterator[Utterance]:
         record.id = str(record.data["id"]) if "id" in record.data else None
         defaults = {"speaker": context.speaker, "language": context.language}
@@ -32,9 +32,6 @@ def _read_manifest(source: Path, context: ImportContext) -> Iterator[ImportItem]
     return build_utterances(records.json_records(records.index_file(source, "manifest.jsonl")), make)
 
 
-MYNA_MANIFEST = Importer("Myna's own manifest.jsonl", _matches_manifest, _read_manifest)
-
-
 TEXT_SUFFIXES = (".txt", ".lab")
 INDEX_FILES = ("manifest.jsonl", "metadata.json", "metadata.csv")
 """Index files of other layouts: a folder with one of them is not this layout."""
@@ -42,13 +39,13 @@ DOCUMENT_NAMES = ("readme", "license", "licence", "copying", "notice", "changelo
 """Names of text files that are not transcripts."""
 
 
-def _matches_folder(source: Path) -> bool:
+def matches_folder(source: Path) -> bool:
     if not source.is_dir() or any((source / index).exists() for index in INDEX_FILES):
         return False
     return any(_transcript_file(audio) for audio in records.list_recordings(source))
 
 
-def _read_folder(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+def read_folder(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     def make(record: SourceRecord) -> Iterator[Utterance]:
         audio: Path = record.data
         record.id = audio.relative_to(source).with_suffix("").as_posix()
@@ -74,20 +71,13 @@ def _transcript_file(audio: Path) -> Path | None:
     return next((text for suffix in TEXT_SUFFIXES if (text := audio.with_suffix(suffix)).is_file()), None)
 
 
-FOLDER = Importer(
-    "a folder of recordings with a .txt or .lab of the same name beside each; subfolders are speakers",
-    _matches_folder,
-    _read_folder,
-)
-
-
-def _matches_ljspeech(source: Path) -> bool:
+def matches_ljspeech(source: Path) -> bool:
     file = records.index_file(source, "metadata.csv")
     has_bars = file.name == "metadata.csv" and "|" in records.read_head(file).partition("\n")[0]
-    return has_bars and (file.parent / "wavs").is_dir() and not TABLE.matches(file)
+    return has_bars and (file.parent / "wavs").is_dir() and not matches_table(file)
 
 
-def _read_ljspeech(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+def read_ljspeech(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     index = records.index_file(source, "metadata.csv")
     speaker = context.speaker or index.parent.resolve().name
 
@@ -109,10 +99,3 @@ def _read_ljspeech(source: Path, context: ImportContext) -> Iterator[ImportItem]
         yield Utterance(name, audio, transcript, speaker, context.language, extras=extras)
 
     return build_utterances((SourceRecord(index, number, line) for number, line in records.nonblank_lines(index)), make)
-
-
-LJSPEECH = Importer(
-    "LJSpeech: metadata.csv of id|text|normalised text, without a header, beside wavs/",
-    _matches_ljspeech,
-    _read_ljspeech,
-)

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from myna.data.importers import records
-from myna.data.importers.records import ImportContext, Importer, ImportItem, RecordError, SourceRecord, build_utterances
+from myna.data.importers.records import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.importers.tables import utterance_from_row
 from myna.data.manifest import Utterance
 from myna.data.pronunciation import DEFAULT_QUESTION, PUBLISHED_CORPUS, SCORES, read_assessment
 
 
-def _matches_scored(source: Path) -> bool:
+def matches_scored(source: Path) -> bool:
     if source.suffix != ".jsonl" or not source.is_file():
         return False
     with source.open("rb") as file:
@@ -20,7 +20,7 @@ def _matches_scored(source: Path) -> bool:
     return isinstance(first, dict) and {"audio", "text", "scores"} <= first.keys()
 
 
-def _read_scored(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+def read_scored(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     def build(record: SourceRecord) -> Iterator[Utterance]:
         scores = {key: record.data.pop(key) for key in ("scores", "words") if key in record.data}
         yield add_assessment(utterance_from_row(record, context, (source.parent, Path())), scores)
@@ -39,23 +39,16 @@ def add_assessment(utterance: Utterance, scores: dict[str, Any]) -> Utterance:
     return utterance
 
 
-SCORED_JSONL = Importer(
-    "a JSONL file with audio, text, scores (accuracy, fluency, prosodic, total, 0 to 10) and words",
-    _matches_scored,
-    _read_scored,
-)
-
-
 # SpeechOcean762
 
 DELETED_PHONE, UNKNOWN_PHONE = "<DEL>", "<UNK>"
 
 
-def _matches_speechocean(source: Path) -> bool:
+def matches_speechocean(source: Path) -> bool:
     return (source / "wav.scp").is_file() and _scores_file(source).is_file()
 
 
-def _read_speechocean(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+def read_speechocean(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     path = _scores_file(source)
     scores = records.parse_json(path.read_bytes())
     begins = re.compile(rb'"([^"]+)"\s*:\s*\{')
@@ -118,10 +111,3 @@ def _kaldi_lines(path: Path) -> Iterator[tuple[int, tuple[str, str]]]:
     for number, line in records.nonblank_lines(path) if path.is_file() else ():
         key, _, value = line.decode("utf-8", errors="replace").replace("\t", " ").partition(" ")
         yield number, (key, value.strip())
-
-
-SPEECHOCEAN = Importer(
-    "a part of SpeechOcean762, train or test: wav.scp, text and utt2spk, with resource/scores.json beside it",
-    _matches_speechocean,
-    _read_speechocean,
-)

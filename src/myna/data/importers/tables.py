@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from myna.core.errors import DataError
 from myna.data.importers import records
-from myna.data.importers.records import ImportContext, Importer, ImportItem, RecordError, SourceRecord, build_utterances
+from myna.data.importers.records import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.manifest import Utterance
 
 COLUMNS = {
@@ -83,12 +83,12 @@ CLIPS = "clips"
 """Folder in which Common Voice keeps the audio its tables name."""
 
 
-def _matches_table(source: Path) -> bool:
+def matches_table(source: Path) -> bool:
     file = _find_table(source)
     return file is not None and {"audio", "text"} <= map_columns(_header(file)[1]).keys()
 
 
-def _read_table(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+def read_table(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     file = _find_table(source) or source
     folders = (file.parent, file.parent / CLIPS, Path())
     return build_utterances(_rows(file), lambda record: [utterance_from_row(record, context, folders)])
@@ -140,10 +140,6 @@ def _row(header: list[str], cells: list[str], *, unquote: bool) -> dict[str, str
     return dict(zip(header, cells, strict=True))
 
 
-TABLE = Importer(
-    "a CSV or TSV file whose header names at least an audio and a text column", _matches_table, _read_table
-)
-
 # Hugging Face
 
 HF_SUFFIXES = (".parquet", ".arrow")
@@ -153,13 +149,13 @@ RECORDS_PER_BATCH = 64
 """Maximum number of records in memory at a time."""
 
 
-def _matches_hub(source: Path) -> bool:
+def matches_hub(source: Path) -> bool:
     if source.exists():
         return bool(_hf_files(source))
     return HUB.fullmatch(source.as_posix()) is not None and source.suffix not in FILE_SUFFIXES
 
 
-def _read_hub(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+def read_hub(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     def make(record: SourceRecord) -> list[Utterance]:
         return [utterance_from_row(record, context, (record.source.parent, Path()))]
 
@@ -229,10 +225,3 @@ def _hub_records(source: Path) -> Iterator[SourceRecord]:
         for row in split:
             number += 1
             yield SourceRecord(source, number, row)
-
-
-HUGGING_FACE = Importer(
-    "Hugging Face: a folder or file of Parquet or Arrow, or OWNER/NAME[/CONFIG][:SPLIT] on the hub",
-    _matches_hub,
-    _read_hub,
-)
