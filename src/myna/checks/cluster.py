@@ -1,7 +1,5 @@
 """Checks of a Ray cluster: equal software and models on all nodes, and a shared folder."""
 
-from __future__ import annotations
-
 import platform
 import time
 import uuid

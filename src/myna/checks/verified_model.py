@@ -1,7 +1,5 @@
 """Model to verify: the sequences and prompts it is verified on, and the speech it generates from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace

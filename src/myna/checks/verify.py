@@ -4,8 +4,6 @@ Each check is a function of a `VerifiedModel` that returns a `Check`, or raises 
 order of `CHECKS`: the first one merges an adapter, the last one puts a LoRA on the model.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

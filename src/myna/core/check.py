@@ -1,7 +1,5 @@
 """Result of a check, for doctor, verify and the preflight, and the runner of the functions that make them."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator

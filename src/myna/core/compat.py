@@ -4,8 +4,6 @@ A new version of these libraries may move or drop them; each docstring says what
 and cannot be collected here: `models/quantized.py` extends `nn.Module._apply` to see a layer move.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Every message names the file, line or setting at fault, and every error has a hi
 command line prints both without a traceback. Any other exception is a bug.
 """
 
-from __future__ import annotations
-
 import importlib
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Files: written complete or not at all, never over foreign data; locks, hashes, and the folders of the user."""
 
-from __future__ import annotations
-
 import errno
 import glob
 import hashlib

@@ -1,7 +1,5 @@
 """Progress callbacks of long work: the caller decides whether and how progress is shown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 ProgressCallback = Callable[[str, int, int | None], None]

@@ -3,8 +3,6 @@
 `myna.train.run` and `myna.train.checkpoint` say what is in it, and write it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

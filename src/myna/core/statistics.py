@@ -1,7 +1,5 @@
 """Bootstrap estimates: means of ratios over items with confidence intervals, always with the same random draws."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

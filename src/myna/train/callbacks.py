@@ -5,8 +5,6 @@ answers: whether this is the best checkpoint so far, and whether the model may s
 change the training, not even its random states.
 """
 
-from __future__ import annotations
-
 import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -10,8 +10,6 @@ rate and loader position are not saved, since they follow from the step. State i
 resume on another number of processes; docs/decisions/0019 says why without `torch.distributed.checkpoint`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -14,7 +14,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -53,7 +53,7 @@ class ProcessInfo:
     world_size: int = 1
 
     @classmethod
-    def from_environment(cls) -> ProcessInfo:
+    def from_environment(cls) -> Self:
         """Read the variables of torchrun, accelerate or srun; -1 is an old way to leave one unset."""
         variables = {**_slurm_variables(), **os.environ}
         rank, local_rank, world_size, local_world_size = (

@@ -1,7 +1,5 @@
 """Start of a training: in this process, or in several processes of this machine whose failures are reported."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -4,8 +4,6 @@ Everything is planned in optimizer steps. A step is the same rows however they a
 losses are summed, and divided once by the targets counted over all of them.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import time

@@ -1,10 +1,8 @@
 """Training loss, a weighted sum over terms divided by the targets of the whole step, and its divergence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -72,7 +70,7 @@ class LossAccumulator:
         return LossAccumulator, (*self._fetch(), self.counts)
 
     @classmethod
-    def zeros(cls, terms: int) -> LossAccumulator:
+    def zeros(cls, terms: int) -> Self:
         return cls(*(torch.zeros(n, dtype=torch.float64) for n in (terms, terms, 2, terms)))
 
     @property
@@ -103,7 +101,7 @@ class LossAccumulator:
     def _split(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return flat.split([len(total) for total in self._totals])  # type: ignore[no-untyped-call, no-any-return]
 
-    def reduced(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> LossAccumulator:
+    def reduced(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> "LossAccumulator":
         """Return totals over all processes, in one reduction; `counts` must already be those of all processes."""
         sums, correct, stops = self._split(reduce(torch.cat(self._fetch())))
         return LossAccumulator(sums, correct, stops, self.counts)

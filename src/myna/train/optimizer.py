@@ -1,7 +1,5 @@
 """Optimizer, learning rate schedule and running mean of the weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Trainable parameters are fp32. Frozen ones sit in the compute type. A gradient s
 fp16. `pure-fp16` is an opt-in exception: everything is fp16, and the optimizer compensates the rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

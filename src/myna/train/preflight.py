@@ -4,8 +4,6 @@ Every check is a small function that either passes or raises an error with its c
 rank, on its own targets, and change nothing: a run with them is bit for bit the run without them.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -91,7 +89,7 @@ class InitialLoss:
     sequences: int
 
     @classmethod
-    def over_ranks(cls, ranks: list[InitialLoss]) -> InitialLoss:
+    def over_ranks(cls, ranks: "list[InitialLoss]") -> "InitialLoss":
         def total(offset: int, part: str) -> torch.Tensor:
             return torch.stack([getattr(loss.by_offset[offset], part) for loss in ranks]).sum(0)
 

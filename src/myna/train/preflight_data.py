@@ -1,7 +1,5 @@
 """Preflight checks of the data: overlap with the evaluation set, references, labels, causality and packing."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace

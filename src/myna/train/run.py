@@ -10,8 +10,6 @@ best/            the checkpoint with the best speech, itself a run to synthesize
 .lock            held by the process that trains; .lock.json says which
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -63,7 +61,7 @@ class Run(RunFolder):
     """Folder of a training and its recipe, as the training writes it."""
 
     @classmethod
-    def create(cls, folder: Path, recipe: Recipe) -> Run:
+    def create(cls, folder: Path, recipe: Recipe) -> Self:
         _check_unused(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)

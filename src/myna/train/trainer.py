@@ -1,12 +1,10 @@
 """Trainer: the model in its precision, adapted, with its optimizer, on its device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
@@ -78,7 +76,7 @@ class Trainer:
         accelerator: Accelerator,
         log: Callable[[str], None],
         recompute: int | None = None,
-    ) -> Trainer:
+    ) -> Self:
         """Make the trainer. `recompute` is from the memory plan; by default `auto` recomputes no layer."""
         settings = recipe.train
         # Every rank starts from the same adapter, whatever its random state was.
