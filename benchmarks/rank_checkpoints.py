@@ -30,7 +30,7 @@ from benchmarks.figures import save_figures
 
 import myna
 from myna.core.config import parse_recipe
-from myna.core.run_folder import checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
+from myna.core.run_folder import Run, checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
 from myna.core.statistics import paired_difference
 from myna.demo.run import demo_recipe, prepare_voice
 from myna.evaluate.callback import open_required_scorers
@@ -48,7 +48,6 @@ from myna.evaluate.scoring import ItemScores
 from myna.evaluate.systems import BASE, SpeechSystem, System
 from myna.models.ref import ModelRef
 from myna.speak.loading import load_engine
-from myna.train.run import Run
 
 SUBJECTS = (
     *("The old baker", "My younger sister", "A tired sailor", "The new teacher", "Our neighbour", "The quiet doctor"),

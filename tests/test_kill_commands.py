@@ -14,7 +14,7 @@ import pytest
 from myna.core.config import parse_recipe
 from myna.core.errors import OutputError, TrainingError
 from myna.core.io import atomic_folder, claim_folder
-from myna.train.run import Run, lock_run
+from myna.core.run_folder import Run, lock_run
 
 ROOT = Path(__file__).parents[1]
 HALF_WRITTEN = ".0123456789ab.tmp"

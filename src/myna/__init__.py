@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from myna.core.config import load_recipe as load_recipe
     from myna.core.errors import MynaError as MynaError
     from myna.core.progress import ProgressCallback as ProgressCallback
+    from myna.core.run_folder import Run as Run
     from myna.data.dataset import DataFolder as DataFolder
     from myna.speak.answering import AnswerModel as AnswerModel
     from myna.speak.engine import Speech as Speech
     from myna.speak.voice import Voice as Voice
-    from myna.train.run import Run as Run
 
 __version__ = "0.1.0"
 
@@ -64,11 +64,11 @@ _MODULES = {
     "core.config": ("Recipe", "load_recipe"),
     "core.errors": ("MynaError",),
     "core.progress": ("ProgressCallback",),
+    "core.run_folder": ("Run",),
     "data.dataset": ("DataFolder",),
     "speak.answering": ("AnswerModel",),
     "speak.engine": ("Speech",),
     "speak.voice": ("Voice",),
-    "train.run": ("Run",),
 }
 """Public names by the module that defines them; the imports above say the same to type checkers and editors."""
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}

@@ -12,11 +12,11 @@ import pytest
 
 from benchmarks import rank_checkpoints
 from myna.audio.files import Samples, write_audio
+from myna.core.run_folder import Run
 from myna.evaluate.scoring import Scorers
 from myna.listen.asr import Transcript
 from myna.listen.speaker_encoders import SpeakerEmbedding
 from myna.models import save_tiny_model
-from myna.train.run import Run
 from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
 
 

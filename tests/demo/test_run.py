@@ -23,6 +23,7 @@ from rich.console import Console
 from myna.audio.files import read_audio, write_audio
 from myna.commands.demo import show_demo
 from myna.core.errors import ConfigError, DataError, ModelError, MynaError
+from myna.core.run_folder import Run
 from myna.data.dataset import PreparedDataset
 from myna.data.manifest import Utterance, read_manifest
 from myna.demo import run as runner
@@ -34,7 +35,6 @@ from myna.models import save_tiny_model
 from myna.models.ref import ModelRef
 from myna.speak.loading import load_engine
 from myna.train import launch
-from myna.train.run import Run
 from tests.command_line import run_command
 from tests.demo.stub_scorers import SpectrumEncoder, install_scorers, remove_scorers
 from tests.report.html_reader import Reader

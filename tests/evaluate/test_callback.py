@@ -13,7 +13,7 @@ import yaml
 
 from myna import resume, train
 from myna.core.errors import ConfigError, TrainingError
-from myna.core.run_folder import checkpoint_folder
+from myna.core.run_folder import Run, checkpoint_folder
 from myna.evaluate.callback import open_required_scorers
 from myna.evaluate.evaluation import EvaluationSettings, evaluate_system
 from myna.evaluate.pipeline import read_item_scores
@@ -24,7 +24,6 @@ from myna.speak.loading import load_engine
 from myna.speak.request import SpeechRequest
 from myna.train import loop
 from myna.train.checkpoint import CheckpointManager
-from myna.train.run import Run
 from myna.train.trainer import Trainer
 from tests.evaluate.scripted_scorers import ScriptedScorers, scripted_scorers
 from tests.train.resume_helper import contents, make_workspace, metrics, recipe_for

@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from myna import train
-from myna.core.run_folder import checkpoint_folder
-from myna.train.run import Run
+from myna.core.run_folder import Run, checkpoint_folder
 from tests.evaluate.callback_process import SIMILARITY
 from tests.evaluate.scripted_scorers import ScriptedScorers, scripted_scorers
 from tests.train.launched import free_ports, started

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from myna import prepare
+from myna.core.run_folder import Run
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Family
 from myna.models.ref import ModelRef
 from myna.speak.engine import Engine
 from myna.speak.loading import load_engine
-from myna.train.run import Run
 
 from .tiny_setup import (
     OTHER_LINES,

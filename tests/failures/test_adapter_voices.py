@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import myna
 from myna.core.config import AdaptSettings, Recipe, parse_recipe
 from myna.core.errors import CheckpointError, ConfigError, ModelError, MynaError, OutputError, SpeakError
+from myna.core.run_folder import Run
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Family
 from myna.models.files import resolve_checkpoint, weight_files
@@ -22,7 +23,6 @@ from myna.models.lora import load_adapter, make_trainable, merge_lora, save_adap
 from myna.models.merge import probe_logits
 from myna.models.ref import ModelRef
 from myna.speak.loading import load_adapted, load_engine
-from myna.train.run import Run
 from tests.command_line import run_command
 
 from .conftest import TrainWith

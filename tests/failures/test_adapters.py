@@ -16,6 +16,7 @@ from transformers import HiggsAudioV2ForConditionalGeneration
 
 from myna.core.config import AdaptSettings
 from myna.core.errors import CheckpointError, ConfigError, ModelError
+from myna.core.run_folder import Run
 from myna.models import open_family
 from myna.models.base import Family
 from myna.models.lora import adapter_state_dict, load_adapter, make_trainable, merge_lora, save_adapter
@@ -23,7 +24,6 @@ from myna.models.ref import ModelRef
 from myna.speak.engine import Engine
 from myna.speak.loading import load_engine
 from myna.speak.request import SpeechRequest
-from myna.train.run import Run
 
 from .conftest import TrainWith
 from .tiny_setup import cloning, load, stock_inputs

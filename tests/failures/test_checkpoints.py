@@ -18,13 +18,12 @@ from myna import prepare
 from myna.checks import doctor
 from myna.core.check import Check
 from myna.core.errors import CheckpointError, ModelError, TrainingError
-from myna.core.run_folder import checkpoint_folder, checkpoint_steps
+from myna.core.run_folder import Run, checkpoint_folder, checkpoint_steps
 from myna.data.dataset import PreparedDataset
 from myna.models import convert_checkpoint, open_family
 from myna.models.higgs_v2.tiny import save_tiny_codec
 from myna.train import checkpoint
 from myna.train.loop import run_training
-from myna.train.run import Run
 
 from .tiny_setup import RecordingCallback, load, make_recipe
 

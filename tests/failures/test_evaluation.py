@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from myna import prepare, train
 from myna.core.config import SpeechEvalSettings, absolute_scorer
 from myna.core.errors import OutputError, TrainingError
+from myna.core.run_folder import Run
 from myna.core.statistics import Estimate, RatioPart, paired_difference
 from myna.data.manifest import Utterance
 from myna.data.pronunciation import (
@@ -43,7 +44,6 @@ from myna.listen.asr import ASR
 from myna.listen.mos import DistillMOS
 from myna.listen.speaker_encoders import EcapaNetwork, open_speaker_encoder
 from myna.models import save_tiny_model
-from myna.train.run import Run
 from tests import tone_learners
 from tests.command_line import run_command
 from tests.evaluate import tiny_scorers

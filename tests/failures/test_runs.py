@@ -28,13 +28,12 @@ from myna.commands import display, main
 from myna.commands.model import show_model_stats
 from myna.core.config import dump_recipe
 from myna.core.errors import ConfigError, MynaError, TrainingError
-from myna.core.run_folder import checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
+from myna.core.run_folder import Run, checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
 from myna.evaluate.ranking import Constraints, StepScores, best_checkpoint, score_checkpoint
 from myna.evaluate.scoring import ItemScores
 from myna.models import open_family
 from myna.train import checkpoint
 from myna.train.optimizer import learning_rate
-from myna.train.run import Run
 from myna.train.trainer import Trainer
 from tests.tone_corpus import SAMPLE_RATE, tone_speech
 

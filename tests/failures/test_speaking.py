@@ -12,6 +12,7 @@ import torch
 from myna import prepare
 from myna.audio.files import read_audio
 from myna.core.errors import AudioError, DataError, ModelError, SpeakError, TrainingError
+from myna.core.run_folder import Run
 from myna.data.conversation import Reference
 from myna.data.dataset import PreparedDataset
 from myna.data.loader import Shard
@@ -24,7 +25,6 @@ from myna.speak.loading import load_engine
 from myna.speak.request import ReferenceRecording, SpeechRequest
 from myna.speak.scheduler import BatchScheduler, Generation
 from myna.train.loop import make_loader
-from myna.train.run import Run
 from tests.models.helpers import sampled_frames
 from tests.models.higgs_v2.conftest import generate
 from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, code_accuracy, tone_speech

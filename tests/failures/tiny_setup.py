@@ -14,11 +14,11 @@ from torch import nn
 
 from myna.audio.files import write_audio
 from myna.core.config import Recipe, parse_recipe
+from myna.core.run_folder import Run
 from myna.data.codec import Codes
 from myna.data.conversation import AudioClip, Conversation, Reference, speech_conversation
 from myna.models.base import IGNORE_INDEX, Batch, Family, RenderedSequence
 from myna.train.loop import make_loader, run_training
-from myna.train.run import Run
 from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech
 
 VOICE = "who"

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from myna.core.errors import MynaError
+from myna.core.run_folder import Run
 from myna.train import checkpoint
 from myna.train.loop import run_training
-from myna.train.run import Run
 from myna.train.trainer import Trainer
 from tests.failures.tiny_setup import RecordingCallback, make_recipe
 

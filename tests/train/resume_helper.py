@@ -31,9 +31,9 @@ from myna import prepare
 from myna.audio.files import write_audio
 from myna.core.config import Recipe, parse_recipe
 from myna.core.errors import MynaError
+from myna.core.run_folder import Run
 from myna.models.higgs_v2.tiny import save_tiny
 from myna.train.loop import run_training
-from myna.train.run import Run
 from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from myna.core.config import Recipe, parse_recipe
 from myna.core.errors import ConfigError, TrainingError
-from myna.core.run_folder import checkpoint_folder
+from myna.core.run_folder import Run, checkpoint_folder
 from myna.data.loader import Shard
 from myna.models import open_family
 from myna.models.base import IGNORE_INDEX, Family, RenderedSequence
@@ -29,7 +29,6 @@ from myna.train.loop import make_loader, run_training
 from myna.train.loss import term_weights
 from myna.train.memory_plan import LargestBatch, MemoryPlan, check_weights_fit, plan_memory
 from myna.train.precision import Precision, PrecisionName
-from myna.train.run import Run
 from myna.train.trainer import Trainer
 from tests.train.resume_helper import Notes, contents, make_workspace, metrics, recipe_for
 

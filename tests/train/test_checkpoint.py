@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from myna.core.config import Recipe, dump_recipe
 from myna.core.errors import TrainingError
-from myna.core.run_folder import checkpoint_folder, checkpoint_steps
+from myna.core.run_folder import Run, checkpoint_folder, checkpoint_steps
 from myna.data.loader import Loader, Shard
 from myna.models import open_family
 from myna.models.base import Batch, RenderedSequence
@@ -28,7 +28,6 @@ from myna.train.distributed import init_accelerator
 from myna.train.loop import make_loader, run_training
 from myna.train.loss import term_weights
 from myna.train.precision import Precision
-from myna.train.run import Run
 from myna.train.trainer import Trainer
 from tests.train.resume_helper import Notes, TrainingForks, contents, metrics, recipe_for
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from myna.core.run_folder import Run
 from myna.train import loop
 from myna.train.loop import run_training
-from myna.train.run import Run
 from tests.train.resume_helper import Notes, recipe_for
 
 CODES = [f"code{k}" for k in range(8)]

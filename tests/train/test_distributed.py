@@ -22,14 +22,13 @@ from myna import prepare, resume, train
 from myna.audio.files import write_audio
 from myna.core.config import load_recipe
 from myna.core.errors import ConfigError, MynaError, TrainingError
-from myna.core.run_folder import checkpoint_folder
+from myna.core.run_folder import Run, checkpoint_folder
 from myna.models import save_tiny_model
 from myna.train import distributed
 from myna.train import launch as launch_module
 from myna.train.distributed import ProcessInfo, init_accelerator
 from myna.train.launch import LAUNCHED_VARIABLE, _first_failure, launch, report_failures
 from myna.train.precision import Precision, choose_precision
-from myna.train.run import Run
 from tests.tone_corpus import SAMPLE_RATE, tone_speech, write_recordings
 from tests.train.distributed_helper import asked_to_stop, bf16_loss, learn_from_text
 from tests.train.launched import VARIABLES, free_ports, started

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from myna.core.run_folder import checkpoint_folder
+from myna.core.run_folder import Run, checkpoint_folder
 from myna.data.loader import Shard
 from myna.models import open_family
 from myna.models.lora import load_adapter
@@ -18,7 +18,6 @@ from myna.train import loop
 from myna.train.loop import make_loader, run_training
 from myna.train.loss import term_weights, weighted_loss
 from myna.train.optimizer import WeightEMA
-from myna.train.run import Run
 from tests.train.resume_helper import Notes, make_workspace, metrics, recipe_for
 
 

@@ -19,12 +19,12 @@ from myna import prepare
 from myna.audio.files import write_audio
 from myna.core.config import Recipe, parse_recipe
 from myna.core.errors import ConfigError, DataError
+from myna.core.run_folder import Run
 from myna.data.loader import Shard, start_workers
 from myna.data.workers import WorkerPool
 from myna.models import open_family, save_tiny_model
 from myna.train import loop
 from myna.train.loop import make_loader, run_training
-from myna.train.run import Run
 from myna.train.trainer import Trainer
 from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
 

@@ -22,6 +22,7 @@ from myna import prepare
 from myna.audio.files import write_audio
 from myna.core.config import Recipe, parse_recipe
 from myna.core.errors import DataError, TrainingError
+from myna.core.run_folder import Run
 from myna.data.conversation import Conversation
 from myna.data.loader import Shard
 from myna.models import attention, save_tiny_model
@@ -37,7 +38,6 @@ from myna.train.memory_plan import largest_batch, plan_memory
 from myna.train.precision import choose_precision
 from myna.train.preflight import run_preflight
 from myna.train.preflight_data import CheckContext
-from myna.train.run import Run
 from myna.train.trainer import Trainer
 from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
 

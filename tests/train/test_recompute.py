@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from myna.core.run_folder import Run
 from myna.data.loader import Shard
 from myna.models import open_family
 from myna.models.higgs_v2.tiny import save_tiny
@@ -17,7 +18,6 @@ from myna.train.distributed import init_accelerator
 from myna.train.loop import make_loader, run_training
 from myna.train.loss import LossAccumulator, term_weights
 from myna.train.precision import Precision
-from myna.train.run import Run
 from myna.train.trainer import Trainer
 from tests.train.resume_helper import make_workspace, recipe_for
 

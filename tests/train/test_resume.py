@@ -12,8 +12,7 @@ import pytest
 
 from myna.core.config import Recipe
 from myna.core.errors import TrainingError
-from myna.core.run_folder import checkpoint_folder, checkpoint_steps
-from myna.train.run import Run
+from myna.core.run_folder import Run, checkpoint_folder, checkpoint_steps
 from tests.train.resume_helper import (
     TrainingForks,
     contents,

@@ -11,8 +11,8 @@ import pytest
 import myna
 from myna.core.config import Recipe, load_recipe, parse_recipe
 from myna.core.errors import ConfigError, TrainingError
+from myna.core.run_folder import Run, lock_run
 from myna.train import launch
-from myna.train.run import Run, lock_run
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from myna.core.run_folder import checkpoint_steps
+from myna.core.run_folder import Run, checkpoint_steps
 from myna.train.loop import _stop_on_signal
-from myna.train.run import Run
 from tests.train.resume_helper import (
     TrainingForks,
     contents,

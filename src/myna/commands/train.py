@@ -20,8 +20,8 @@ from myna.core.progress import ProgressCallback, silent
 
 if TYPE_CHECKING:
     from myna.core.config import Recipe
+    from myna.core.run_folder import Run
     from myna.train.loop import TrainingObserver
-    from myna.train.run import Run
 
 GPUs = Annotated[int, option("GPUs of this machine to use, a process each.", least=1)]
 
@@ -52,7 +52,7 @@ def train(
 
     shortcuts = {"model.source": model, "data.train": data, "data.evaluation": evaluation, "train.steps": steps}
     made = make_recipe(recipe, shortcuts, settings).absolute(is_model_name)
-    from myna.train.run import Run
+    from myna.core.run_folder import Run
 
     run = Run(Path(out) if out is not None else Path("runs") / made.name, made)
     return _start(run, observer, gpus=gpus, dry_run=dry_run, progress=progress)
@@ -69,7 +69,7 @@ def resume(
     """Continue a run from its newest checkpoint. `settings` may change how and how long it is trained (`train.steps`),
     not what it learns. A finished run continues if it is given more steps."""
     from myna.core.config import format_overrides
-    from myna.train.run import Run
+    from myna.core.run_folder import Run
 
     overrides = format_overrides(settings)
     opened = Run.open(run.folder if isinstance(run, Run) else Path(run), overrides)
@@ -104,7 +104,7 @@ def _(
         )
     # Mistakes in the settings are reported before seconds go into importing torch.
     if stopped is not None:
-        from myna.train.run import Run
+        from myna.core.run_folder import Run
 
         Run.open(Path(stopped), settings)
         run_training = partial(resume, stopped, **options)

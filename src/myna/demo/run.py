@@ -31,6 +31,7 @@ from myna.core.config import make_recipe, override, parse_recipe
 from myna.core.errors import DataError, MynaError
 from myna.core.io import save_text, string_hash
 from myna.core.progress import ProgressCallback, silent
+from myna.core.run_folder import Run
 from myna.data.manifest import Utterance, read_manifest, write_manifest
 from myna.data.prepare import ImportSettings, import_folder, prepare_folder
 from myna.data.split import TEXTS, TRAIN, DatasetSplit, split_folder, subset_folder
@@ -50,7 +51,6 @@ from myna.speak.loading import load_engine
 from myna.text.normalization import alphanumeric
 from myna.train.launch import start_training
 from myna.train.memory_plan import peak_memory
-from myna.train.run import Run
 
 if TYPE_CHECKING:
     from myna.train.loop import TrainingObserver

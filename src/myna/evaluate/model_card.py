@@ -12,14 +12,13 @@ import numpy as np
 
 from myna.core.errors import MynaError
 from myna.core.io import save_text
-from myna.core.run_folder import RunFolder
+from myna.core.run_folder import Run, RunFolder
 from myna.data.dataset import ManifestTable, PreparedDataset
 from myna.evaluate.metrics import METRICS
 from myna.models import SHIPPED, find_checkpoint
 from myna.models.files import read_json
 from myna.models.ref import display_name, weights_sha256
 from myna.report.page import render_template
-from myna.train.run import Run
 
 CARD_FILE = "README.md"
 MAX_LISTED = 12

@@ -26,8 +26,8 @@ from myna.speak.loading import load_engine
 from myna.speak.request import FinishReason, SpeechRequest, speech_request, unchecked_request
 
 if TYPE_CHECKING:
+    from myna.core.run_folder import Run
     from myna.evaluate.takes import TakeRanker, TakeRanking
-    from myna.train.run import Run
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from myna.core import run_folder
 from myna.core.config import parse_recipe
 from myna.core.errors import MynaError, TrainingError
 from myna.core.io import atomic_folder, fsync
-from myna.core.run_folder import CHECKPOINT_METADATA_FILE as METADATA_FILE
-from myna.core.run_folder import checkpoint_folder, checkpoint_steps, finite_or_none, read_checkpoint_metadata
 from myna.data.loader import Loader
 from myna.models.base import Batch, RenderedSequence
 from myna.models.files import WeightsMetadata, absolute_source, format_names, save_metadata
@@ -36,7 +35,6 @@ from myna.models.lora import adapter_state_dict, save_adapter, weights_hash
 from myna.models.quantized import quantized_linears
 from myna.train.distributed import full_tensor, gather_full_tensors, local_shard, shard_like
 from myna.train.loss import DivergenceMonitor
-from myna.train.run import CONTINUED_FILE, Run, changed_settings
 from myna.train.trainer import Trainer
 
 STATE_FILE = "state.safetensors"
@@ -64,7 +62,7 @@ class CheckpointManager:
     def __init__(
         self,
         trainer: Trainer,
-        run: Run,
+        run: run_folder.Run,
         loader: Loader[RenderedSequence, Batch],
         evaluation: Loader[RenderedSequence, Batch] | None = None,
     ) -> None:
@@ -79,7 +77,7 @@ class CheckpointManager:
         tensors = self._gather_tensors()
 
         def write(model: nn.Module) -> None:
-            with _durable_folder(checkpoint_folder(self.run, progress.step)) as folder:
+            with _durable_folder(run_folder.checkpoint_folder(self.run, progress.step)) as folder:
                 self._save_weights(model, folder / self.run.result.name)
                 self._save_state(tensors, progress, folder)
                 if self.run.metrics.exists():
@@ -101,11 +99,11 @@ class CheckpointManager:
                 if best is None:
                     self._save_weights(model, folder)
                 else:
-                    weights = checkpoint_folder(self.run, best) / self.run.result.name
+                    weights = run_folder.checkpoint_folder(self.run, best) / self.run.result.name
                     shutil.copytree(weights, folder, dirs_exist_ok=True)
                 if describe is not None:
                     describe(folder)
-            (self.run.folder / CONTINUED_FILE).unlink(missing_ok=True)
+            (self.run.folder / run_folder.CONTINUED_FILE).unlink(missing_ok=True)
 
         self._write_on_main("the result", write)
         return self.run.result
@@ -115,16 +113,18 @@ class CheckpointManager:
         if self.trainer.accelerator.is_main_process:
             _remove_leftovers(self.run.folder)
             _remove_leftovers(self.run.folder / "checkpoints")
-        steps = checkpoint_steps(self.run)
+        steps = run_folder.checkpoint_steps(self.run)
         if not steps:
             return TrainingProgress(step=0)
-        folder = checkpoint_folder(self.run, steps[-1])
+        folder = run_folder.checkpoint_folder(self.run, steps[-1])
         try:
-            metadata = read_checkpoint_metadata(folder)
+            metadata = run_folder.read_checkpoint_metadata(folder)
             self._check_unchanged(folder, metadata)
             with safe_open(folder / STATE_FILE, framework="pt") as file:
                 if differing := set(metadata["tensors"]) ^ set(file.keys()):
-                    raise ValueError(f"{STATE_FILE} and {METADATA_FILE} disagree about {min(differing)}")
+                    raise ValueError(
+                        f"{STATE_FILE} and {run_folder.CHECKPOINT_METADATA_FILE} disagree about {min(differing)}"
+                    )
                 self._load_state(file, metadata)
             progress = TrainingProgress(**metadata["progress"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -142,11 +142,15 @@ class CheckpointManager:
         weights = self.trainer.trainable_parameters.items()
         broken = [name for name, weight in weights if not torch.isfinite(local_shard(weight)).all()]
         if self.trainer.reduce(torch.tensor([float(len(broken))])).item():
-            steps = checkpoint_steps(self.run)
+            steps = run_folder.checkpoint_steps(self.run)
             raise TrainingError(
                 f"after step {step} weights are not finite: {format_names(broken)}",
                 hint="start a run of its own with a lower train.learning_rate"
-                + (f"; the last checkpoint before is {checkpoint_folder(self.run, steps[-1])}" if steps else ""),
+                + (
+                    f"; the last checkpoint before is {run_folder.checkpoint_folder(self.run, steps[-1])}"
+                    if steps
+                    else ""
+                ),
             )
 
     def _save_weights(self, model: nn.Module, folder: Path) -> None:
@@ -185,7 +189,7 @@ class CheckpointManager:
     def _save_state(self, tensors: dict[str, torch.Tensor], progress: TrainingProgress, folder: Path) -> None:
         trainer, scaler = self.trainer, self.trainer.accelerator.scaler
         metadata = {
-            "progress": finite_or_none(asdict(progress)),
+            "progress": run_folder.finite_or_none(asdict(progress)),
             "recipe": trainer.recipe.model_dump(mode="json"),
             "inputs": self.described,
             "tensors": sorted(tensors),
@@ -196,14 +200,14 @@ class CheckpointManager:
             ],
             "scaler": scaler.state_dict() if scaler is not None else None,
             "overflows": trainer.overflows,
-            "divergence": finite_or_none(asdict(trainer.divergence)),
+            "divergence": run_folder.finite_or_none(asdict(trainer.divergence)),
             "ema_steps": trainer.ema.steps if trainer.ema is not None else None,
             "row_counts": [[*window, rows] for window, rows in sorted(self.loader.row_counts.items())],
         }
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / STATE_FILE)
         _verify([folder / STATE_FILE], tensors)
-        (folder / METADATA_FILE).write_text(json.dumps(metadata), encoding="utf-8")
-        read_checkpoint_metadata(folder)
+        (folder / run_folder.CHECKPOINT_METADATA_FILE).write_text(json.dumps(metadata), encoding="utf-8")
+        run_folder.read_checkpoint_metadata(folder)
 
     @torch.no_grad()
     def _load_state(self, file: Any, metadata: dict[str, Any]) -> None:
@@ -250,8 +254,8 @@ class CheckpointManager:
             for key, now in self.inputs.items()
             if before.get(key) != now
         ]
-        recipe = parse_recipe(metadata["recipe"], where=str(folder / METADATA_FILE))
-        changed += changed_settings(recipe, self.trainer.recipe)
+        recipe = parse_recipe(metadata["recipe"], where=str(folder / run_folder.CHECKPOINT_METADATA_FILE))
+        changed += run_folder.changed_settings(recipe, self.trainer.recipe)
         if changed:
             raise TrainingError(
                 f"{folder} was made with another {' and another '.join(changed)}",
@@ -263,21 +267,21 @@ class CheckpointManager:
         if not self.trainer.recipe.evaluates_speech or progress.best_step is None:
             return
         best, result = self.run.best, self.run.result.name
-        if best.is_dir() and read_checkpoint_metadata(best)["progress"]["step"] == progress.best_step:
+        if best.is_dir() and run_folder.read_checkpoint_metadata(best)["progress"]["step"] == progress.best_step:
             return
-        checkpoint = checkpoint_folder(self.run, progress.best_step)
+        checkpoint = run_folder.checkpoint_folder(self.run, progress.best_step)
         with _durable_folder(best) as folder:
             shutil.copytree(checkpoint / result, folder / result, copy_function=_link)
-            _link(checkpoint / METADATA_FILE, folder / METADATA_FILE)
+            _link(checkpoint / run_folder.CHECKPOINT_METADATA_FILE, folder / run_folder.CHECKPOINT_METADATA_FILE)
             shutil.copy(self.run.folder / "config.yaml", folder / "config.yaml")
 
     def _drop_old(self, best: int | None) -> None:
         # Checkpoints from before a divergence may be the last useful ones.
         since = self.trainer.divergence.since or 0
-        for step in checkpoint_steps(self.run)[: -self.trainer.recipe.train.keep_checkpoints]:
+        for step in run_folder.checkpoint_steps(self.run)[: -self.trainer.recipe.train.keep_checkpoints]:
             if step != best and step >= since:
                 # Renamed first, so that a kill leaves no folder that looks complete.
-                folder = checkpoint_folder(self.run, step)
+                folder = run_folder.checkpoint_folder(self.run, step)
                 shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old")))
 
     def _write_on_main(self, name: str, write: Callable[[nn.Module], None]) -> None:
@@ -292,7 +296,7 @@ class CheckpointManager:
                     failure = error
             if self.trainer.reduce(torch.tensor([float(failure is not None)])).item() == 0:
                 return
-        steps = checkpoint_steps(self.run)
+        steps = run_folder.checkpoint_steps(self.run)
         last = f"step {steps[-1]}" if steps else "the first step"
         cause = failure.what if isinstance(failure, MynaError) else failure or "see what rank 0 says"
         raise TrainingError(

@@ -23,11 +23,10 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from myna.core.config import Recipe, dump_recipe
 from myna.core.errors import ConfigError, MynaError, TrainingError
 from myna.core.progress import ProgressCallback, silent
-from myna.core.run_folder import checkpoint_steps
+from myna.core.run_folder import Run, checkpoint_steps, lock_run
 from myna.train.callbacks import EvaluationCallback
 from myna.train.distributed import ProcessInfo
 from myna.train.loop import TrainingObserver, run_training
-from myna.train.run import Run, lock_run
 
 SHUTDOWN_TIMEOUT = timedelta(minutes=10)
 """Time that processes get after SIGTERM for their last step and its checkpoint."""

@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 
 from myna.core.config import Recipe
 from myna.core.errors import DataError, TrainingError
-from myna.core.run_folder import checkpoint_steps, finite_or_none
+from myna.core.run_folder import Run, checkpoint_steps, finite_or_none
 from myna.data.dataset import PreparedDataset
 from myna.data.loader import Loader, Shard, start_workers
 from myna.models import open_family
@@ -35,7 +35,6 @@ from myna.train.memory_plan import check_weights_fit, largest_batch, peak_memory
 from myna.train.optimizer import learning_rate
 from myna.train.precision import choose_precision
 from myna.train.preflight import run_preflight
-from myna.train.run import Run
 from myna.train.trainer import Trainer, start_from_adapter
 
 WORKER_PROCESS_DEVICES = ("cuda",)
