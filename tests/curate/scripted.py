@@ -20,7 +20,7 @@ from myna.curate.first_pass import CurationModels, OpenModels
 from myna.curate.recordings import CURATION_RATE
 from myna.curate.settings import CurateSettings, ListenSettings, load_curate_settings
 from myna.data.manifest import read_manifest
-from myna.listen.asr import TimedTranscript, TimedWord, Transcript
+from myna.listen.asr import ASR, TimedTranscript, TimedWord, Transcript
 from myna.listen.models import AnalysisModels
 
 RECORDINGS = Path(__file__).parents[2] / "src" / "myna" / "demo" / "recordings"
@@ -80,14 +80,12 @@ def write_recording(path: Path, count: int, *, seed: int = 0, first: int = 0) ->
     return sentences
 
 
-class ScriptedRecogniser:
+class ScriptedRecogniser(ASR):
     """Recogniser that knows recordings and their sentences."""
 
     def __init__(self, recordings: tuple[tuple[Path, tuple[SpokenSentence, ...]], ...]) -> None:
         self._known = [(read_audio(path, sample_rate=CURATION_RATE), sentences) for path, sentences in recordings]
-
-    name = "scripted recogniser"
-    batch_size = 3
+        self.name, self.batch_size = "scripted recogniser", 3
 
     def transcribe_batch(
         self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]

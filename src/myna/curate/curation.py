@@ -104,10 +104,7 @@ def run_curation(
     open_models: OpenModels = CurationModels.open,
     progress: ProgressCallback = silent,
 ) -> CurationResult:
-    """Curate the sources into a folder; without sources, decide again about its contents.
-
-    An interrupted curation continues when it is called again: finished parts are not listened to again.
-    """
+    """Curate the sources into a folder, or go on with it; without sources, decide again about its contents."""
     claim_folder(out, FOLDER_KIND, known=(TABLE_FILE, INDEX_FILE), inputs=sources)
     with lock_folder(out, "curating into"):
         notes: list[str] = []

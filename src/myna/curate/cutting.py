@@ -111,8 +111,7 @@ def chunk_speech(spans: Sequence[SpanMs], max_ms: int = MAX_CHUNK_MS) -> Iterato
 
 
 def assign_words(words: Sequence[RecognisedWord], spans: Sequence[SpanMs]) -> list[tuple[RecognisedWord, ...]]:
-    """Assign each word to the span that holds its middle or is nearest to it; return the words of each span in
-    order."""
+    """Return the words of each span in order: those whose middle it holds or is nearest to."""
     assigned: list[list[RecognisedWord]] = [[] for _ in spans]
     last = 0
     for word in words:

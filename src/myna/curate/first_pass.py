@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, DecodedRecordi
 from myna.curate.settings import CurateSettings, ListenSettings
 from myna.curate.texts import measure_text
 from myna.data.segments import SCHEMA, empty_row
-from myna.listen.asr import ASR, TimedTranscript, Transcript
+from myna.listen.asr import ASR, TimedTranscript
 from myna.listen.diarization import SpeakerTurns, find_local_speakers, label_speakers
 from myna.listen.fingerprints import fingerprint
 from myna.listen.models import AnalysisModels, batches, capabilities, load_models, map_batches, measure
@@ -71,26 +71,6 @@ MAX_EMBEDDED_SECONDS = 8.0
 """Maximum seconds of a clip that are embedded, from its middle."""
 
 
-class WordRecogniser(Protocol):
-    """ASR that gives the times of words."""
-
-    @property
-    def name(self) -> str:
-        """Identity of the weights."""
-
-    @property
-    def batch_size(self) -> int:
-        """Best number of clips per batch."""
-
-    def transcribe_batch(
-        self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
-    ) -> list[Transcript]: ...
-
-    def transcribe_words_batch(
-        self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
-    ) -> list[TimedTranscript]: ...
-
-
 FindSpeechSpans = Callable[[Samples, int], list[tuple[float, float]]]
 """Function that returns voice activity in seconds from mono samples and their rate."""
 
@@ -100,8 +80,8 @@ class CurationModels:
     """Models that listen to a part. A missing one gives NaN, an empty text or one speaker."""
 
     find_speech: FindSpeechSpans
-    asr: WordRecogniser | None
-    check_asr: WordRecogniser | None
+    asr: ASR | None
+    check_asr: ASR | None
     networks: AnalysisModels
     device: str = "cpu"
 
@@ -274,12 +254,6 @@ def _transcribe(pcm: Pcm, speech: list[SpanMs], models: CurationModels, language
     return chunks
 
 
-def _is_new_voice(before: SpanMs, span: SpanMs, cosine_before: float) -> bool:
-    """Tell whether the voice of a stretch differs from the one before it, as far as its length allows."""
-    seconds = min(before[1] - before[0], span[1] - span[0]) / 1000
-    return 1000 * seconds >= MIN_VOICE_MS and cosine_before < float(np.interp(seconds, *SAME_VOICE_COSINES))
-
-
 def _stretches(
     speech: list[SpanMs], chunks: list[_Chunk], voices: list[FloatArray], speakers: SpeakerTurns | None
 ) -> list[Stretch]:
@@ -291,8 +265,11 @@ def _stretches(
             for word in chunk.transcript.words
         ]
         words += cutting.assign_words(recognised, speech[chunk.first : chunk.after])
-    pairs = zip(speech, speech[1:], voices, voices[1:], strict=False)
-    new_voice = [False, *(_is_new_voice(one, two, cosine(voice, other)) for one, two, voice, other in pairs)]
+    new_voice = [False]
+    for one, two, voice, other in zip(speech, speech[1:], voices, voices[1:], strict=False):
+        shorter = min(one[1] - one[0], two[1] - two[0])
+        same = float(np.interp(shorter / 1000, *SAME_VOICE_COSINES))
+        new_voice.append(shorter >= MIN_VOICE_MS and cosine(voice, other) < same)
     overlapped = [
         speakers is not None
         and speakers.overlap_share(start / 1000, end / 1000) * (end - start) / 1000 >= MIN_OVERLAP_SECONDS
@@ -356,7 +333,7 @@ def _clip_row(
         "avg_log_prob": min(source.avg_log_prob for source in sources),
         "compression_ratio": max(source.compression_ratio for source in sources),
         "overlap_share": overlap,
-        "clipped_share": _clipped(part, clip.start_ms, clip.end_ms),
+        "clipped_share": _clipped_share(part, row["start_ms"], row["end_ms"]),
         "start_gap_ms": clip.start_gap_ms,
         "end_gap_ms": clip.end_gap_ms,
         "gap_snr_db": _gap_snr_db(pcm, clip),
@@ -379,9 +356,8 @@ def _segment(part: Part, start_ms: int, end_ms: int, kind: str) -> dict[str, Any
     }
 
 
-def _clipped(part: Part, start_ms: int, end_ms: int) -> float:
-    """Return the clipped share of a span from the shares of the seconds that it touches."""
-    first, last = part.start_ms + start_ms, part.start_ms + end_ms
+def _clipped_share(part: Part, first: int, last: int) -> float:
+    """Return the clipped share of a span of the recording from the shares of the seconds that it touches."""
     seconds = range(first // 1000, (last - 1) // 1000 + 1)
     covered = [min(last, 1000 * (second + 1)) - max(first, 1000 * second) for second in seconds]
     shares = [part.clipped.get(str(second), 0.0) for second in seconds]

@@ -188,18 +188,15 @@ def decode_recording(path: Path, folder: Path, settings: ListenSettings, find_sp
 def _whole_seconds(blocks: Iterator[npt.NDArray[np.float32]], sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
     """Yield the samples a second at a time."""
     rest: npt.NDArray[np.float32] | None = None
-    damage: Exception | None = None
-    while True:
-        try:
-            block = next(blocks, None)
-        except Exception as error:  # noqa: BLE001 - raised once the blocks before it are used
-            block, damage = None, error
-        if block is None:
-            break
-        joined = block if rest is None else np.concatenate([rest, block])
-        whole = len(joined) // sample_rate * sample_rate
-        yield from (joined[start : start + sample_rate] for start in range(0, whole, sample_rate))
-        rest = joined[whole:]
+    damage: AudioFileError | None = None
+    try:
+        for block in blocks:
+            joined = block if rest is None else np.concatenate([rest, block])
+            whole = len(joined) // sample_rate * sample_rate
+            yield from (joined[start : start + sample_rate] for start in range(0, whole, sample_rate))
+            rest = joined[whole:]
+    except AudioFileError as error:  # raised once the blocks before it are used
+        damage = error
     if rest is not None and len(rest):
         yield rest
     if damage is not None:

@@ -6,6 +6,7 @@ The segments of the table tile each recording, which is checked.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -80,8 +81,7 @@ def _whole_row(file: RecordingFile, decoded: DecodedRecording, start: int, reaso
 
 
 def check_tiling(table: pa.Table, durations: Mapping[str, int]) -> None:
-    """Check that every millisecond of every recording is in exactly one row; otherwise a file is damaged, or Myna has a
-    bug."""
+    """Check that every millisecond of every recording is in exactly one row."""
     names = table["recording"].to_numpy(zero_copy_only=False)
     starts, ends = table["start_ms"].to_numpy(), table["end_ms"].to_numpy()
     first = np.flatnonzero(np.r_[True, names[1:] != names[:-1]]) if len(names) else np.empty(0, np.int64)
@@ -193,17 +193,14 @@ def _marginal(
     """Return the labels without a speaker, and those with too little speech in every recording."""
     length = table["end_ms"].to_numpy() - table["start_ms"].to_numpy()
     recordings = table["recording"].to_pylist()
-    spoken: dict[str, dict[int, int]] = {}
+    spoken: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for label, rows in zip(labels.tolist(), groups, strict=True):
         for row in rows:
-            shares = spoken.setdefault(recordings[row], {})
-            shares[label] = shares.get(label, 0) + int(length[row])
-    main = {
-        label
-        for shares in spoken.values()
-        for label, milliseconds in shares.items()
-        if milliseconds / 1000 >= fewest_seconds(sum(shares.values()) / 1000, min_share)
-    }
+            spoken[recordings[row]][label] += int(length[row])
+    main = set()
+    for shares in spoken.values():
+        fewest = fewest_seconds(shares.total() / 1000, min_share)
+        main |= {label for label, milliseconds in shares.items() if milliseconds / 1000 >= fewest}
     return ({*labels.tolist()} - main) | {NOBODY}
 
 

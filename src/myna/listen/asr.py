@@ -266,8 +266,7 @@ class FasterWhisper:
 
 
 def download_faster_whisper(name: str) -> Path:
-    """Return the folder of a Whisper by faster-whisper's short name, such as base or large-v3; download it if
-    needed."""
+    """Return the folder of a Whisper by faster-whisper's short name, such as base; download it if needed."""
     faster_whisper = import_optional("faster_whisper", INSTALL)
     try:
         return Path(faster_whisper.download_model(name))

@@ -69,10 +69,7 @@ class SegmentationNetwork(nn.Module):
 
     @torch.inference_mode()
     def segment(self, samples: Samples) -> FloatArray:
-        """Return class probabilities (windows x frames x classes) of mono samples at 16 kHz.
-
-        The last window is filled up with silence.
-        """
+        """Return class probabilities (windows x frames x classes) of mono samples at 16 kHz."""
         size, step = round(WINDOW_SECONDS * LISTENING_RATE), round(STEP_SECONDS * LISTENING_RATE)
         count = 1 + max(0, -(-(len(samples) - size) // step))
         device = self.classifier.weight.device

@@ -45,8 +45,7 @@ class DuplicateMatch(NamedTuple):
 
 
 def fingerprint(samples: Samples, sample_rate: int) -> bytes:
-    """Return the fingerprint of a mono clip: little-endian 32-bit words, one each 23 ms; empty for clips below 0.4
-    s."""
+    """Return the fingerprint of a mono clip, one word each 23 ms; empty for clips below 0.4 s."""
     wave = soxr.resample(samples, sample_rate, FINGERPRINT_RATE) if sample_rate != FINGERPRINT_RATE else samples
     if len(wave) < FRAME_SAMPLES + HOP_SAMPLES:
         return b""

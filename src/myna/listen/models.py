@@ -159,8 +159,7 @@ def measure(samples: Samples, sample_rate: int, models: AnalysisModels) -> dict[
 
 
 def narrowest_bandwidth_hz(samples: Samples, sample_rate: int) -> float:
-    """Return the bandwidth of a clip or of its narrowest two seconds: the mean hides a telephone call that begins
-    late."""
+    """Return the bandwidth of a clip or of its narrowest two seconds: the mean hides the telephone at its end."""
     size = round(NARROW_WINDOW_SECONDS * sample_rate)
     count = max(1, -(-2 * len(samples) // size) - 1)  # half a window apart, or less
     starts = np.linspace(0, max(0, len(samples) - size), count).astype(int)

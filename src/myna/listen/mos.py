@@ -137,8 +137,7 @@ CALIBRATIONS = {
 
 
 class DNSMOSNetwork(nn.Module):
-    """Network from samples at 16 kHz (batch, samples) to uncalibrated signal, background and overall quality (batch,
-    3)."""
+    """Network from samples at 16 kHz to uncalibrated signal, background and overall quality (batch, 3)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,8 +48,7 @@ def voice_activity(samples: Samples, sample_rate: int) -> list[SpeechSpan]:
 
 
 def speech_probabilities(wave: Samples) -> npt.NDArray[np.float32]:
-    """Return the probability of speech of each 32 ms of mono audio at 16 kHz; the last window is padded with
-    silence."""
+    """Return the probability of speech of each 32 ms of mono audio at 16 kHz."""
     import_optional("onnxruntime", INSTALL)
     session = import_optional("faster_whisper.vad", INSTALL).get_vad_model().session
     count = len(wave) // VAD_WINDOW_SAMPLES + 1
@@ -131,8 +130,7 @@ class SpeechMusicNoiseNetwork(nn.Module):
 
     @torch.inference_mode()
     def classify(self, samples: Samples, sample_rate: int) -> FloatArray:
-        """Return the probabilities of each patch that is loud enough (patches x 3), one every 0.1 s; none in
-        silence."""
+        """Return the probabilities of each patch that is loud enough (patches x 3), one every 0.1 s."""
         wave, size = as_mono_16khz(samples, sample_rate), round(MUSIC_WINDOW_SECONDS * LISTENING_RATE)
         device = next(self.parameters()).device
         parts = [np.empty((0, len(CLASSES)), np.float32)]

@@ -28,7 +28,6 @@ ENCODER_CHOICES = (
     f"{ECAPA}; {ECAPA}:FILE.safetensors; {RESEMBLYZER}; {WAVLM} with network; or the folder or hub name of "
     "a checkpoint of WavLMForXVector"
 )
-WAVLM_CLASS = "WavLMForXVector"
 WAVLM_CONVERT_HINT = (
     "where you trust it, turn it into safetensors once: "
     'python -c "from transformers import AutoFeatureExtractor as F, WavLMForXVector as M; '
@@ -139,11 +138,10 @@ class WavLMEncoder:
         from transformers import AutoFeatureExtractor, WavLMForXVector
 
         architectures = read_json(folder / "config.json").get("architectures") or ["nothing"]
-        if WAVLM_CLASS not in architectures:
-            raise ModelError(
-                f"{folder} holds {format_names(architectures)}, which was not trained to tell speakers apart",
-                hint=f"give a checkpoint of {WAVLM_CLASS}, such as microsoft/wavlm-base-plus-sv",
-            )
+        if "WavLMForXVector" not in architectures:
+            problem = f"{folder} holds {format_names(architectures)}, which was not trained to tell speakers apart"
+            hint = "give a checkpoint of WavLMForXVector, such as microsoft/wavlm-base-plus-sv"
+            raise ModelError(problem, hint=hint)
         try:
             weight_files(folder)
         except CheckpointError as error:
@@ -165,17 +163,13 @@ class WavLMEncoder:
         """Embed a clip. One that is silent or too short for the layers gives zeros: similar to no speaker."""
         clip = as_mono_16khz(samples, sample_rate)
         config = self._model.config
-        if is_silent(clip) or conv_output_length(self._model.wavlm, len(clip)) < min_frames(config):
+        # The TDNN layers consume frames, and the standard deviation needs two.
+        consumed = sum((size - 1) * step for size, step in zip(config.tdnn_kernel, config.tdnn_dilation, strict=True))
+        if is_silent(clip) or conv_output_length(self._model.wavlm, len(clip)) < consumed + 2:
             return np.zeros(config.xvector_output_dim, np.float32)
         inputs = self._features(clip, sampling_rate=LISTENING_RATE, return_tensors="pt")
         embedding = self._model(inputs.input_values.to(self._model.device)).embeddings[0]
         return np.asarray(torch.nn.functional.normalize(embedding, dim=0).cpu().numpy(), np.float32)
-
-
-def min_frames(config: Any) -> int:
-    """Return the minimum number of frames: what the TDNN layers consume, and two for the standard deviation."""
-    consumed = sum((size - 1) * step for size, step in zip(config.tdnn_kernel, config.tdnn_dilation, strict=True))
-    return int(consumed) + 2
 
 
 MELS, WINDOW, HOP = 80, 400, 160
@@ -228,22 +222,16 @@ class EcapaEncoder:
 
 
 def _weights_file(path: Path) -> Path:
-    if path.is_file():
-        file = path
-    else:
-        weights = sorted(path.glob("*.safetensors"))
-        pickles = sorted(file for file in path.glob("*") if file.suffix in PICKLE_SUFFIXES)
-        if not weights and not pickles:
-            raise CheckpointError(
-                f"{path} holds no safetensors with the ECAPA speaker encoder",
-                hint=f"fetch embedding_model.ckpt of SpeechBrain's spkrec-ecapa-voxceleb; {CONVERT_HINT}",
-            )
-        if len(weights) > 1:
-            raise CheckpointError(
-                f"{path} holds several safetensors: {format_names([file.name for file in weights])}",
-                hint=f"name the one that is meant: ecapa:{weights[0]}",
-            )
-        file = (weights or pickles)[0]
+    weights = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    pickles = sorted(file for file in path.glob("*") if file.suffix in PICKLE_SUFFIXES)
+    if not weights and not pickles:
+        problem = f"{path} holds no safetensors with the ECAPA speaker encoder"
+        hint = f"fetch embedding_model.ckpt of SpeechBrain's spkrec-ecapa-voxceleb; {CONVERT_HINT}"
+        raise CheckpointError(problem, hint=hint)
+    if len(weights) > 1:
+        problem = f"{path} holds several safetensors: {format_names([file.name for file in weights])}"
+        raise CheckpointError(problem, hint=f"name the one that is meant: ecapa:{weights[0]}")
+    file = (weights or pickles)[0]
     if file.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(f"{file} is a pickle, which can run code when it is opened", hint=CONVERT_HINT)
     return file
@@ -258,7 +246,7 @@ class EcapaNetwork(nn.Module):
         self.blocks = nn.ModuleList([_tdnn(MELS, WIDTH, 5), *(_Block(dilation) for dilation in (2, 3, 4))])
         self.mfa = _tdnn(3 * WIDTH, 3 * WIDTH, 1)
         self.asp = _StatisticsPooling(3 * WIDTH, 128)
-        self.asp_bn = _norm(6 * WIDTH)
+        self.asp_bn = nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(6 * WIDTH)))
         self.fc = _conv(6 * WIDTH, self.size, 1)
         self.register_buffer("filters", _mel_filters(), persistent=False)
 
@@ -297,13 +285,10 @@ def _conv(in_channels: int, out_channels: int, kernel: int, dilation: int = 1) -
     return nn.Sequential(OrderedDict(conv=layer))
 
 
-def _norm(channels: int) -> nn.Sequential:
-    return nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(channels)))
-
-
 def _tdnn(in_channels: int, out_channels: int, kernel: int, dilation: int = 1) -> nn.Sequential:
     conv = _conv(in_channels, out_channels, kernel, dilation)
-    return nn.Sequential(OrderedDict(conv=conv, relu=nn.ReLU(), norm=_norm(out_channels)))
+    norm = nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(out_channels)))
+    return nn.Sequential(OrderedDict(conv=conv, relu=nn.ReLU(), norm=norm))
 
 
 class _Res2Net(nn.Module):
@@ -320,25 +305,18 @@ class _Res2Net(nn.Module):
         return torch.cat(out, 1)
 
 
-class _SqueezeExcitation(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = _conv(WIDTH, 128, 1), _conv(128, WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.sigmoid(self.conv2(F.relu(self.conv1(x.mean(2, keepdim=True)))))
-
-
 class _Block(nn.Module):
     def __init__(self, dilation: int) -> None:
         super().__init__()
         self.tdnn1, self.tdnn2 = _tdnn(WIDTH, WIDTH, 1), _tdnn(WIDTH, WIDTH, 1)
         self.res2net_block = _Res2Net(dilation)
-        self.se_block = _SqueezeExcitation()
+        self.se_block = nn.ModuleDict({"conv1": _conv(WIDTH, 128, 1), "conv2": _conv(128, WIDTH, 1)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.se_block(self.tdnn2(self.res2net_block(self.tdnn1(x))))
-        return out + x
+        out: torch.Tensor = self.tdnn2(self.res2net_block(self.tdnn1(x)))
+        gate = self.se_block["conv2"](F.relu(self.se_block["conv1"](out.mean(2, keepdim=True)))).sigmoid()
+        gated: torch.Tensor = out * gate + x
+        return gated
 
 
 class _StatisticsPooling(nn.Module):

@@ -133,8 +133,7 @@ class TorchWhisperNetwork:
         *,
         median_filter_width: int = MEDIAN_FRAMES,
     ) -> list[TokenAlignment]:
-        """Return the frames of 20 ms of each token: dynamic time warping of the cross-attention of the alignment
-        heads."""
+        """Return the frames of 20 ms of each token, by dynamic time warping of the attention of the alignment heads."""
         end, start = self._special.end, len(start_sequence)
         rows = [[*start_sequence, self._special.first_time - 1, *tokens, end] for tokens in text_tokens]
         longest = max(map(len, rows))

@@ -177,8 +177,7 @@ def _reason_colors() -> str:
 
 
 def histogram_shape(measure: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute the shapes of a histogram of hours: bars of all clips and of kept ones, labels, and a line for each
-    limit, which the script moves."""
+    """Compute the shapes of a histogram of hours: bars of all and of kept clips, labels, and lines for limits."""
     edges, highest, bottom = measure["edges"], max(*measure["ms"], 1), HEIGHT - MARGIN
     step = WIDTH / len(measure["ms"])
 

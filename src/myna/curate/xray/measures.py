@@ -149,8 +149,7 @@ def histogram(
 
 
 def bin_edges(values: FloatArray, limits: Sequence[float]) -> FloatArray:
-    """Return round numbers in both directions from the first limit, over the common values; every limit is one of
-    them."""
+    """Return round numbers over the common values; every limit is one of them."""
     low, high = np.quantile(values, [OUTLIER_SHARE, 1 - OUTLIER_SHARE])
     low, high = min(low, *limits, high), max(high, *limits, low)
     anchor = limits[0] if limits else 0.0
@@ -256,8 +255,7 @@ def speaker_summary(source: XraySource) -> dict[str, Any]:
 def _read_embeddings(
     source: XraySource, row_code: npt.NDArray[np.int64], is_kept: npt.NDArray[np.bool_], count: int
 ) -> tuple[Embeddings, dict[int, tuple[npt.NDArray[np.int64], Embeddings]]]:
-    """Return the normalised mean of each speaker's kept clips, and an even sample of equal size of each speaker's
-    clips."""
+    """Return the normalised mean of each speaker's kept clips, and an even sample of the clips."""
     clips = np.bincount(row_code[is_kept & (row_code >= 0)], minlength=count)
     steps = np.maximum(1, np.ceil(clips / SAMPLED_CLIPS)).astype(int)
     seen = np.zeros(count, np.int64)

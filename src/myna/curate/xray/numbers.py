@@ -114,11 +114,8 @@ def _recordings(table: pa.Table) -> dict[str, Any]:
         "clips": is_kept.astype(np.int64),
         **{name: pc.if_else(pc.is_nan(table[name]), None, table[name]) for name in ("bandwidth_hz", "snr_db")},
     }
-    grouped = (
-        pa.table(columns)
-        .group_by("recording")
-        .aggregate([("ms", "sum"), ("kept_ms", "sum"), ("clips", "sum"), ("bandwidth_hz", "mean"), ("snr_db", "mean")])
-    )
+    totals = [("ms", "sum"), ("kept_ms", "sum"), ("clips", "sum"), ("bandwidth_hz", "mean"), ("snr_db", "mean")]
+    grouped = pa.table(columns).group_by("recording").aggregate(totals)
     rows = []
     for row in grouped.to_pylist():
         row = {name.removesuffix("_sum").removesuffix("_mean"): value for name, value in row.items()}
@@ -159,9 +156,8 @@ def _stale_notes(source: XraySource) -> list[str]:
         return [f"corrections were made after the table was: {again}"]
     decided = apply_hand_decisions(decide(source.table, source.settings), source.corrections)
     different = int(pc.sum(pc.not_equal(decided["status"], source.table["status"])).as_py() or 0)
-    if different:
-        return [f"{different} segments would be decided otherwise with these settings and corrections: {again}"]
-    return []
+    otherwise = f"{different} segments would be decided otherwise with these settings and corrections: {again}"
+    return [otherwise] if different else []
 
 
 def verdict(numbers: dict[str, Any]) -> list[dict[str, str]]:

@@ -54,8 +54,7 @@ class XraySource:
         return self.folder / str(row["audio"])
 
     def embeddings(self) -> Iterator[tuple[npt.NDArray[np.int64], FloatArray]]:
-        """Yield the numbers of the rows that have an embedding, block by block, and the embeddings (rows,
-        dimensions)."""
+        """Yield numbers of rows that have an embedding, block by block, and the embeddings (rows, dimensions)."""
         if not self.is_curated:
             return
         first = 0
