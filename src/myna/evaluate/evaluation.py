@@ -173,15 +173,12 @@ class Evaluation(Results):
         found: dict[str, dict[str, dict[str, metrics.MetricEstimates]]] = {}
         for kind, group_of in GROUPS.items():
             names = sorted({group_of(row) for rows in self.rows.values() for row in rows})
-            found[kind] = {
-                group: {
-                    system: metrics.estimate_metrics(
-                        [row for row in rows if group_of(row) == group], metrics.GROUPED_METRICS
-                    )
-                    for system, rows in self.rows.items()
+            found[kind] = {}
+            for group in names if len(names) > 1 else ():  # one group would repeat the figures of all items
+                rows = {name: [row for row in of if group_of(row) == group] for name, of in self.rows.items()}
+                found[kind][group] = {
+                    name: metrics.estimate_metrics(of, metrics.GROUPED_METRICS) for name, of in rows.items()
                 }
-                for group in (names if len(names) > 1 else ())  # one group would repeat the figures of all items
-            }
         return found
 
     @cached_property

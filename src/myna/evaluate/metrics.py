@@ -219,8 +219,8 @@ def diagnose(
         for check in (_noise, _wrong_speaker, _unintelligible, _silences):
             diagnoses += check(system, scores, estimates)
         if system != BASE and BASE in rows:
-            diagnoses += _no_gain(system, scores, rows[BASE], differences.get(system, {}))
-            diagnoses += _misleading_loss(system, differences.get(system, {}), metadata.get(system, {}))
+            changes, known = differences.get(system, {}), metadata.get(system, {})
+            diagnoses += _against_base(system, scores, rows[BASE], changes, known)
     return diagnoses
 
 
@@ -311,26 +311,35 @@ def _silences(system: str, rows: Sequence[ItemScores], estimates: Mapping[str, M
             yield Diagnosis(system, f"silence {side} items", metric, text, items)
 
 
-def _no_gain(
-    system: str, rows: Sequence[ItemScores], base: Sequence[ItemScores], differences: MetricEstimates
+def _against_base(
+    system: str,
+    rows: Sequence[ItemScores],
+    base: Sequence[ItemScores],
+    differences: MetricEstimates,
+    metadata: Mapping[str, Any],
 ) -> Iterator[Diagnosis]:
-    """Diagnose a model that cannot be told from its base, by its audio or by its metrics."""
+    """Diagnose a model that cannot be told from its base by its audio or its metrics, and a loss that misleads."""
     hashes = {row.id: row.audio_hash for row in base}
     equal = tuple(row.id for row in rows if hashes.get(row.id) == row.audio_hash)
+    worse = changed_metrics(differences, improved=False)
     if len(equal) == len(rows):
         text = f"{system} says every item exactly as the base does: the adapter may be empty, or not the one you mean"
         yield Diagnosis(system, "equal to the base", "differences", text, equal)
-    elif changed_metrics(differences, improved=True) or not any(delta.n for delta in differences.values()):
-        return
-    elif worse := changed_metrics(differences, improved=False):
-        text = f"{system} is worse than the base in {', '.join(worse)}, and better in nothing beyond its interval"
-        yield Diagnosis(system, "worse than the base", "differences", text)
-    else:
+    elif not changed_metrics(differences, improved=True) and any(delta.n for delta in differences.values()):
         text = (
             f"no metric of {system} differs from the base beyond its interval: too few items to tell, too little "
             "training, or a learning rate that is too low"
         )
-        yield Diagnosis(system, "no better than the base", "differences", text)
+        if worse:
+            text = f"{system} is worse than the base in {', '.join(worse)}, and better in nothing beyond its interval"
+        yield Diagnosis(system, "worse than the base" if worse else "no better than the base", "differences", text)
+    loss, base_loss = metadata.get("loss"), metadata.get("base_loss")
+    if loss is not None and base_loss is not None and loss < base_loss and worse:
+        text = (
+            f"{system} has a lower loss than its base ({loss:.4f} and {base_loss:.4f}), and yet these are worse: "
+            f"{', '.join(worse)}. Judge it by these metrics"
+        )
+        yield Diagnosis(system, "the loss misleads", "differences", text)
 
 
 def changed_metrics(differences: MetricEstimates, *, improved: bool) -> list[str]:
@@ -341,14 +350,3 @@ def changed_metrics(differences: MetricEstimates, *, improved: bool) -> list[str
         for metric, change in changes
         if abs(change) >= metric.min_difference and metric.is_improvement(change) is improved
     ]
-
-
-def _misleading_loss(system: str, differences: MetricEstimates, metadata: Mapping[str, Any]) -> Iterator[Diagnosis]:
-    loss, base = metadata.get("loss"), metadata.get("base_loss")
-    worse = changed_metrics(differences, improved=False)
-    if loss is not None and base is not None and loss < base and worse:
-        text = (
-            f"{system} has a lower loss than its base ({loss:.4f} and {base:.4f}), and yet these are worse: "
-            f"{', '.join(worse)}. Judge it by these metrics"
-        )
-        yield Diagnosis(system, "the loss misleads", "differences", text)

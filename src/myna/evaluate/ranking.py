@@ -8,7 +8,7 @@ that chose nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, stdev
@@ -96,14 +96,10 @@ class CheckpointScore:
     def to_json(self, best_step: int | None) -> dict[str, Any]:
         """Return the row of metrics.jsonl; `best_step` is the best so far."""
         row: dict[str, Any] = {"score": self.score.mean, **self.metrics, "looped": self.looped}
-        if self.gain.n:
-            row |= {"gain": self.gain.mean, "gain_low": self.gain.low, "gain_high": self.gain.high}
-        if self.confirmed_gain.n:
-            confirmed = self.confirmed_gain
-            row |= {"confirmed_gain": confirmed.mean, "confirmed_low": confirmed.low, "confirmed_high": confirmed.high}
-        if self.forgetting_change.n:
-            change = self.forgetting_change
-            row |= {"forgetting_change": change.mean, "forgetting_low": change.low, "forgetting_high": change.high}
+        for name, prefix in (("gain", "gain"), ("confirmed_gain", "confirmed"), ("forgetting_change", "forgetting")):
+            found: Estimate = getattr(self, name)
+            if found.n:
+                row |= {name: found.mean, f"{prefix}_low": found.low, f"{prefix}_high": found.high}
         return row | {"best_step": best_step, "violations": list(self.violations)}
 
 
@@ -129,7 +125,7 @@ def score_checkpoint(scores: StepScores, base: StepScores, constraints: Constrai
         gain=Estimate() if is_base else estimate_difference(item_score, scores.rows, base.rows),
         confirmed_gain=Estimate() if is_base else confirmed,
         forgetting_change=Estimate() if is_base else change,
-        violations=(*_violations(metrics, base, constraints), *_forgetting(scores, base, change)),
+        violations=tuple(_violations(scores, base, constraints, metrics, change)),
         item_scores={row.id: item_score(row).numerator for row in scores.rows},
         metrics=metrics,
         looped=count_looped(scores.rows),
@@ -153,33 +149,30 @@ def required_mos(base: Sequence[ItemScores], constraints: Constraints) -> float 
     return base_mos - MAX_MOS_DROP if base_mos is not None else None
 
 
-def _violations(metrics: Mapping[str, float | None], base: StepScores, constraints: Constraints) -> list[str]:
-    # A score that is not finite would stay the best for ever.
-    broken = [key for key, value in metrics.items() if value is not None and not math.isfinite(value)]
-    violations = [f"its {METRICS_BY_KEY[key].title} is not a number" for key in broken]
+def _violations(
+    scores: StepScores,
+    base: StepScores,
+    constraints: Constraints,
+    metrics: Mapping[str, float | None],
+    change: Estimate,
+) -> Iterator[str]:
+    """Say which constraints are violated; `change` is the gain on the forgetting set."""
+    for key, value in metrics.items():
+        if value is not None and not math.isfinite(value):  # such a score would stay the best for ever
+            yield f"its {METRICS_BY_KEY[key].title} is not a number"
     stop_rate, mos, min_mos = metrics["stop_rate"] or 0.0, metrics["distillmos"], required_mos(base.rows, constraints)
     if stop_rate < constraints.min_stop_rate:
-        violations.append(
-            f"it finds the end of {stop_rate:.0%} of the items, and {constraints.min_stop_rate:.0%} are required"
-        )
-    if mos is None:
-        # Every item is silent, or ended before there was anything to hear.
-        violations.append("there is nothing to hear of it")
+        yield f"it finds the end of {stop_rate:.0%} of the items, and {constraints.min_stop_rate:.0%} are required"
+    if mos is None:  # every item is silent, or ended before there was anything to hear
+        yield "there is nothing to hear of it"
     elif min_mos is not None and mos < min_mos:
-        violations.append(f"its DistillMOS is {mos:.2f}, and {min_mos:.2f} is required")
-    return violations
-
-
-def _forgetting(scores: StepScores, base: StepScores, change: Estimate) -> list[str]:
-    violations = []
-    mean, low, high = change.mean or 0.0, change.low or 0.0, change.high or 0.0
+        yield f"its DistillMOS is {mos:.2f}, and {min_mos:.2f} is required"
+    mean, low, high = (value or 0.0 for value in (change.mean, change.low, change.high))
     if high < 0 and -mean >= MIN_AUDIBLE_DIFFERENCE:
-        violations.append(f"it has become worse at the forgetting set, by {-mean:.3f} [{-high:.3f}, {-low:.3f}]")
+        yield f"it has become worse at the forgetting set, by {-mean:.3f} [{-high:.3f}, {-low:.3f}]"
     stops = estimate_difference(METRICS_BY_KEY["stop_rate"].ratio, scores.forgetting, base.forgetting)
     if stops.high is not None and stops.high < 0:
-        fewer = f"{-(stops.mean or 0):.0%} fewer items of the forgetting set"
-        violations.append(f"it finds the end of {fewer} than the base model")
-    return violations
+        yield f"it finds the end of {-(stops.mean or 0):.0%} fewer items of the forgetting set than the base model"
 
 
 @dataclass(frozen=True)
@@ -202,8 +195,7 @@ class TrainingHistory:
 
     @property
     def best_step(self) -> int | None:
-        best = self.best
-        return best.step if best is not None else None
+        return self.best.step if self.best is not None else None
 
     @property
     def is_highest(self) -> bool:
@@ -233,7 +225,13 @@ def training_conclusion(history: TrainingHistory) -> list[str]:
     checkpoints, best = history.checkpoints, history.best
     if len(checkpoints) < 2:
         return ["only the base model was evaluated, so there is nothing to compare it with"]
-    excluded = _excluded(checkpoints, best)
+    # Checkpoints that would be the best if they did not violate a constraint.
+    least = best.score.mean if best is not None and best.score.mean is not None else -1.0
+    excluded = [
+        f"step {one.step} has the score {one.score.mean:.3f} and cannot be the best: {' and '.join(one.violations)}"
+        for one in checkpoints
+        if one.step > 0 and one.violations and (one.score.mean or -1.0) > least
+    ]
     if best is None:
         highest = max(checkpoints[1:], key=lambda one: one.score.mean or -1.0)
         lines = ["no checkpoint may be called the best, so the last one is the result"]
@@ -257,16 +255,6 @@ def _metrics(checkpoint: CheckpointScore) -> str:
     values = [(metric, checkpoint.metrics[metric.key]) for metric in SHOWN_METRICS]
     shown = [f"{metric.title} {metric.format(value)}" for metric, value in values if value is not None]
     return f"at step {checkpoint.step}: {', '.join(shown)}, ASR loops in {checkpoint.looped} items"
-
-
-def _excluded(checkpoints: Sequence[CheckpointScore], best: CheckpointScore | None) -> list[str]:
-    """Name the checkpoints that would be the best if they did not violate a constraint."""
-    least = best.score.mean if best is not None and best.score.mean is not None else -1.0
-    return [
-        f"step {one.step} has the score {one.score.mean:.3f} and cannot be the best: {' and '.join(one.violations)}"
-        for one in checkpoints
-        if one.step > 0 and one.violations and (one.score.mean or -1.0) > least
-    ]
 
 
 def _reasons(history: TrainingHistory, best: CheckpointScore) -> list[str]:

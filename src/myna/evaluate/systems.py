@@ -12,7 +12,6 @@ from myna.core.config import DataSettings
 from myna.core.errors import ConfigError, SpeakError
 from myna.core.run_folder import RunFolder
 from myna.data.conversation import AudioClip, Reference
-from myna.data.manifest import Utterance
 from myna.evaluate.items import EvalItem, EvalSet, load_clip, load_eval_set, recording_key
 from myna.models.base import Sampling
 from myna.models.code_sampling import SAMPLING_REVISION
@@ -142,23 +141,20 @@ class SpeechSystem:
 
     def _plan(self, item: EvalItem) -> SpeechPlan:
         """Plan one segment, however long: the maximum length is that of the whole item."""
+        codec, keys = self.engine.codec, [recording_key(clip) for clip in item.references]
+        for key, clip in zip(keys, item.references, strict=True):
+            if key not in self.references:
+                codes = encode_clip(codec, load_clip(clip, codec.sample_rate))
+                self.references[key] = Reference(normalise_text(clip.text), AudioClip(clip.id, codes))
         request = SpeechRequest(
             item.text,
-            tuple(map(self._encode_reference, item.references)),
+            tuple(self.references[key] for key in keys),
             id=item.id,
             scene=item.scene,
             max_seconds=item.max_seconds,
             seed=self.seed,
         )
         return self.engine.plan(request, split=False)
-
-    def _encode_reference(self, clip: Utterance) -> Reference:
-        key = recording_key(clip)
-        if key not in self.references:
-            codec = self.engine.codec
-            codes = encode_clip(codec, load_clip(clip, codec.sample_rate))
-            self.references[key] = Reference(normalise_text(clip.text), AudioClip(clip.id, codes))
-        return self.references[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,13 +221,11 @@ def run_metadata(run: RunFolder) -> dict[str, Any]:
     metadata |= {"notes": notes} if notes else {}
     # A loss that was not finite is None.
     losses = {row["step"]: row["evaluation"]["loss"] for row in rows if "evaluation" in row}
-    finite = [loss for loss in losses.values() if loss is not None]
     train_losses = [row["loss"] for row in rows if "loss" in row]
     best_steps = [row["speech_eval"]["best_step"] for row in rows if "speech_eval" in row]
     if losses:
-        lowest = min(finite, default=None)
-        metadata |= {"loss": losses.get(best_steps[-1], lowest) if best_steps else lowest}
-        metadata |= {"base_loss": losses.get(0)}
+        lowest = min((loss for loss in losses.values() if loss is not None), default=None)
+        metadata |= {"loss": losses.get(best_steps[-1], lowest) if best_steps else lowest, "base_loss": losses.get(0)}
     elif train_losses:
         metadata |= {"loss": train_losses[-1]}
     return metadata

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rapidfuzz import fuzz
 from rapidfuzz.distance import Levenshtein
@@ -101,7 +101,11 @@ def sentence_of_day(name: str, language: str, day: datetime | None = None) -> Co
             hint=f"use one that the speaker reads: {', '.join(SENTENCES)}",
         )
     stamp = (day or datetime.now(UTC)).strftime("%Y-%m-%d")
-    first, second = _random_words(f"{stamp}\n{name}\n{base}", WORDS[base].split())
+    secret = private_file(user_folder("config") / SECRET_FILE, secrets.token_bytes(32))
+    number = int.from_bytes(hmac.digest(secret, f"{stamp}\n{name}\n{base}".encode(), hashlib.sha256), "big")
+    choices = WORDS[base].split()
+    first = choices.pop(number % len(choices))
+    second = choices[(number >> 64) % len(choices)]
     text = SENTENCES[base].format(name=name, first=first, second=second)
     return ConsentSentence(text, name, base, (first, second), stamp)
 
@@ -140,34 +144,6 @@ def rename_consent(store: VoiceStore, id: str, name: str) -> Consent:
     return consent
 
 
-def _random_words(seed: str, words: list[str]) -> tuple[str, str]:
-    secret = private_file(user_folder("config") / SECRET_FILE, secrets.token_bytes(32))
-    number = int.from_bytes(hmac.digest(secret, seed.encode(), hashlib.sha256), "big")
-    first = words.pop(number % len(words))
-    return first, words[(number >> 64) % len(words)]
-
-
-@dataclass(frozen=True, slots=True)
-class ConsentCheck:
-    """Transcript of a consent recording, and its distance from the sentence."""
-
-    sentence: ConsentSentence
-    transcript: str
-    character_error_rate: float
-    recogniser: str
-    watermark_score: float | None
-    """Score of a watermark in the recording; None if its package is not installed."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpeakerCheck:
-    """Similarity of each recording to the recording of the consent."""
-
-    similarities: tuple[float, ...]
-    required: float
-    encoder: str
-
-
 class ConsentChecker:
     """Recogniser and speaker encoder that check consents."""
 
@@ -193,27 +169,36 @@ class ConsentChecker:
             )
         return transcript.text.strip()
 
-    def check_words(self, recording: Path, name: str, language: str) -> ConsentCheck:
-        """Refuse a recording that a model has spoken, or in which no sentence of the last days is read."""
-        sentences = valid_sentences(name, language)
-        mark, is_marked = _watermark_score(recording)
-        if is_marked:
-            raise DataError(
-                f"{recording} was spoken by a model: it has a watermark (score {mark:.2f})",
-                hint=f"have {name} read the sentence aloud, and record it: {sentences[0].text}",
-            )
+    def check_words(self, recording: Path, name: str, language: str) -> tuple[ConsentSentence, dict[str, Any]]:
+        """Return the sentence that is read in a recording, and what was measured. A recording that a model has spoken,
+        or in which no sentence of the last days is read, is refused."""
+        sentences, mark = valid_sentences(name, language), None
+        if importlib.util.find_spec("perth") is not None:
+            from myna.provenance.watermark import MARK_THRESHOLD, watermark_score
+
+            mark = watermark_score(_read(recording), LISTENING_RATE)
+            if mark > MARK_THRESHOLD:
+                raise DataError(
+                    f"{recording} was spoken by a model: it has a watermark (score {mark:.2f})",
+                    hint=f"have {name} read the sentence aloud, and record it: {sentences[0].text}",
+                )
         transcript = self.transcribe(recording, sentences[0].language)
-        checks = [_compare(sentence, transcript, self._asr.name, mark) for sentence in sentences]
-        best, problem = min(checks, key=lambda check: (bool(check[1]), check[0].character_error_rate))
+        compared = [(*_compare(sentence, transcript), sentence) for sentence in sentences]
+        problem, rate, sentence = min(compared, key=lambda one: (bool(one[0]), one[1]))
         if problem:
             raise DataError(
                 f"{recording} is no consent of {name}: {problem}; recognised: {transcript!r}",
                 hint=f"read this sentence aloud, today, and record it: {sentences[0].text}",
             )
-        return best
+        return sentence, {
+            "transcript": transcript,
+            "character_error_rate": round(rate, 4),
+            "recogniser": self._asr.name,
+            "watermark_score": None if mark is None else round(mark, 4),
+        }
 
-    def check_speaker(self, consent: Path, recordings: Sequence[Path]) -> SpeakerCheck:
-        """Refuse recordings that are not in the voice of the consent."""
+    def check_speaker(self, consent: Path, recordings: Sequence[Path]) -> dict[str, Any]:
+        """Return how similar recordings are to that of the consent; one in another voice is refused."""
         from myna.listen.speaker_encoders import cosine_similarity
 
         required = required_similarity(self._encoder.name)
@@ -228,7 +213,7 @@ class ConsentChecker:
                     hint="give recordings of the person who read the sentence, made with the same microphone",
                 )
             similarities.append(round(similarity, 4))
-        return SpeakerCheck(tuple(similarities), required, self._encoder.name)
+        return {"similarities": similarities, "required": required, "encoder": self._encoder.name}
 
 
 def required_similarity(encoder: str) -> float:
@@ -236,33 +221,19 @@ def required_similarity(encoder: str) -> float:
     return MIN_SIMILARITY[next((kind for kind in MIN_SIMILARITY if encoder.startswith(kind)), "wavlm")]
 
 
-def _compare(
-    sentence: ConsentSentence, transcript: str, recogniser: str, mark: float | None
-) -> tuple[ConsentCheck, str]:
-    """Compare a transcript with a sentence; return the check and its problem, empty if there is none."""
+def _compare(sentence: ConsentSentence, transcript: str) -> tuple[str, float]:
+    """Compare a transcript with a sentence; return what is wrong, empty if nothing is, and the character error rate."""
     rate = character_errors(sentence.text, transcript, sentence.language).rate
-    heard = words(transcript, sentence.language)
-    problem = ""
     if rate > MAX_CHARACTER_ERRORS:
-        problem = f"{rate:.0%} of the sentence was read otherwise"
-    elif not has_name(transcript, sentence.name, sentence.language):
-        problem = "the name is not in it"
-    else:
-        for word in sentence.words:
-            expected = " ".join(words(word, sentence.language))
-            if max((fuzz.ratio(expected, one) for one in heard), default=0) < MIN_WORD_MATCH:
-                problem = f"the word `{word}` is not in it"
-    return ConsentCheck(sentence, transcript, round(rate, 4), recogniser, mark), problem
-
-
-def _watermark_score(recording: Path) -> tuple[float | None, bool]:
-    """Return the score of the watermark, None without its package, and whether the recording is marked."""
-    if importlib.util.find_spec("perth") is None:
-        return None, False
-    from myna.provenance.watermark import MARK_THRESHOLD, watermark_score
-
-    score = watermark_score(_read(recording), LISTENING_RATE)
-    return round(score, 4), score > MARK_THRESHOLD
+        return f"{rate:.0%} of the sentence was read otherwise", rate
+    if not has_name(transcript, sentence.name, sentence.language):
+        return "the name is not in it", rate
+    heard, problem = words(transcript, sentence.language), ""
+    for word in sentence.words:
+        expected = " ".join(words(word, sentence.language))
+        if max((fuzz.ratio(expected, one) for one in heard), default=0) < MIN_WORD_MATCH:
+            problem = f"the word `{word}` is not in it"
+    return problem, rate
 
 
 def _read(recording: Path) -> Samples:

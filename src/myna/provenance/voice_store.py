@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -85,7 +84,7 @@ class VoiceStore:
     def create_consent(self, name: str, recording: Path, language: str, checker: ConsentChecker) -> Consent:
         """Store a consent after recognising a sentence of the last days in its recording."""
         check_voice_name(name)
-        check = checker.check_words(recording, name, language)
+        sentence, checks = checker.check_words(recording, name, language)
         with self._lock():
             self._check_room("consents")
             id = f"cons_{secrets.token_hex(12)}"
@@ -93,11 +92,11 @@ class VoiceStore:
                 consent = Consent(
                     id=id,
                     name=name,
-                    language=check.sentence.language,
+                    language=sentence.language,
                     created_at=int(time.time()),
-                    sentence=check.sentence.text,
-                    recording=_copy(recording, folder, "consent", check.transcript),
-                    checks={key: value for key, value in asdict(check).items() if key != "sentence"},
+                    sentence=sentence.text,
+                    recording=_copy(recording, folder, "consent", checks["transcript"]),
+                    checks=checks,
                 )
                 save_text(folder / CONSENT_FILE, consent.model_dump_json(indent=2))
         return consent
@@ -167,7 +166,7 @@ class VoiceStore:
                     recordings=copies,
                     consent=known,
                     consent_file=held.file,
-                    checks=asdict(check),
+                    checks=check,
                 )
                 save_text(folder / VOICE_FILE, voice.model_dump_json(indent=2))
         return voice
