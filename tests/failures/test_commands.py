@@ -140,15 +140,15 @@ def test_an_evaluation_stopped_early_can_go_on(
     monkeypatch: pytest.MonkeyPatch, workspace: Path, tmp_path: Path
 ) -> None:
     """Killed before the first item was scored, it holds audio and no results; and goes on."""
-    from myna.evaluate import evaluation
+    from myna.evaluate import pipeline
 
     out = tmp_path / "evaluation"
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(evaluation, "score_systems", _interrupted)
+        patched.setattr(pipeline, "score_systems", _interrupted)
         myna.evaluate(workspace / "model", data=workspace / "evaluation", out=out, device="cpu")
     assert (out / "audio").is_dir()
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(evaluation, "score_systems", _interrupted)
+        patched.setattr(pipeline, "score_systems", _interrupted)
         myna.evaluate(workspace / "model", data=workspace / "evaluation", out=out, device="cpu")
 
 

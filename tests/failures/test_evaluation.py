@@ -31,7 +31,7 @@ from myna.data.pronunciation import (
     assessment_table,
     read_assessment,
 )
-from myna.evaluate import evaluation, scoring, systems
+from myna.evaluate import pipeline, scoring, systems
 from myna.evaluate.evaluation import EvaluationSettings, evaluate_system, mark_seen_items, seen_warnings
 from myna.evaluate.items import EvalItem, split_items
 from myna.evaluate.metrics import count_looped, estimate_metrics
@@ -127,9 +127,8 @@ def _evaluate(run: Run, out: Path, data: Path, *more: str) -> tuple[dict[str, An
     """`myna evaluate` of the first lines; its evaluation.json, and all that it says."""
     words = ["evaluate", str(run.folder), "--data", str(data), "--limit", "3", "--device", "cpu", "--out", str(out)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            evaluation, "Scorers", SimpleNamespace(open=lambda *_, **__: scoring.Scorers(), missing={})
-        )  # they take long
+        empty = scoring.Scorers()
+        patch.setattr(scoring.Scorers, "open", lambda *_, **__: empty)  # they take long
         result = run_command([*words, *more])
     assert result.exit_code == 0, result.output
     content: dict[str, Any] = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))
@@ -348,7 +347,7 @@ def test_scorers_are_opened_on_the_device_that_was_asked_for(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(DistillMOS, "open", classmethod(lambda _, device: devices.update(distillmos=device) or 1))
     monkeypatch.setattr(scoring, "version", lambda _: "1")
-    monkeypatch.setattr(evaluation, "score_systems", _stop)
+    monkeypatch.setattr(pipeline, "score_systems", _stop)
     named: dict[str, Any] = {"asr": str(tmp_path / "whisper"), "speaker_encoder": str(tmp_path / "wavlm")}
     monkeypatch.setattr(systems, "load_engine", lambda *_, **__: _stand_in_engine())
     for device in ("cuda", "auto", "cuda:1"):

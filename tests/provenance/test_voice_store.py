@@ -20,10 +20,10 @@ from myna.core.errors import ConfigError, DataError
 from myna.listen.asr import Transcript
 from myna.listen.speaker_encoders import SpeakerEmbedding
 from myna.provenance.consent import (
+    LANGUAGES,
     MIN_WORD_MATCH,
     SENTENCES,
     VALID_DAYS,
-    WORDS,
     ConsentChecker,
     ConsentSentence,
     has_name,
@@ -222,7 +222,7 @@ def test_a_consent_gets_another_spelling_of_its_name_alone(
 
 @pytest.mark.parametrize("language", SENTENCES)
 def test_a_word_of_the_day_is_not_taken_for_a_name(language: str) -> None:
-    first, *others = WORDS[language].split()
+    first, *others = LANGUAGES[language]["words"].split()
     for word in others:
         read = SENTENCES[language].format(name="Nicola Berg", first=first, second=word)
         assert has_name(read, "Nikola Berg", language)
@@ -272,8 +272,8 @@ def test_sentences(language: str) -> None:
     assert "Lê Thị Mai" in today.text
     assert today.words[0] != today.words[1]
     assert all(word in today.text.split() or f"{word}." in today.text for word in today.words)
-    assert len(set(WORDS[language].split())) == len(WORDS[language].split()) >= 36
-    pairs = combinations([" ".join(words(word, language)) for word in WORDS[language].split()], 2)
+    assert len(set(LANGUAGES[language]["words"].split())) == len(LANGUAGES[language]["words"].split()) >= 36
+    pairs = combinations([" ".join(words(word, language)) for word in LANGUAGES[language]["words"].split()], 2)
     assert max(fuzz.ratio(*pair) for pair in pairs) < MIN_WORD_MATCH, "no word passes for another"
     days = [datetime(2026, 1, 1, tzinfo=UTC) + timedelta(days=number) for number in range(30)]
     assert len({sentence_of_day("Lê Thị Mai", language, day).words for day in days}) > 20

@@ -35,14 +35,12 @@ from myna.core.run_folder import Run
 from myna.data.manifest import Utterance, read_manifest, write_manifest
 from myna.data.prepare import ImportSettings, import_folder, prepare_folder
 from myna.data.split import TEXTS, TRAIN, DatasetSplit, split_folder, subset_folder
+from myna.evaluate import pages, pipeline, scoring
 from myna.evaluate.callback import SpeechEvaluation
 from myna.evaluate.evaluation import Results, save_json
 from myna.evaluate.items import EvalItem, EvalSet, clip_seconds, load_clip
 from myna.evaluate.metrics import METRICS_BY_KEY, missing_metrics
 from myna.evaluate.model_card import write_run_card
-from myna.evaluate.pages import difference_cell, item_section
-from myna.evaluate.pipeline import score_systems, torch_threads
-from myna.evaluate.scoring import Scorers
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem
 from myna.models import is_model_name, open_family
 from myna.models.ref import ModelRef
@@ -301,7 +299,7 @@ def run_demo(
         yield
         seconds[name] = time.perf_counter() - start
 
-    with torch_threads(THREADS):
+    with pipeline.torch_threads(THREADS):
         with stage("prepare", "recordings are read, encoded and split"):
             selected, train, held_out = prepare_voice(
                 voice, out, model=model, format=format, language=language, seed=seed, progress=progress
@@ -333,9 +331,9 @@ def run_demo(
             faults = tuple(f"the reference, {chosen.id}: {problem}" for problem in cleaned.problems)
             for fault in faults:
                 notify(fault)
-            scorers = Scorers.open(asr, workers=SCORING_WORKERS)
+            scorers = scoring.Scorers.open(asr, workers=SCORING_WORKERS)
             tuned = ModelRef.find(run)
-            scores = score_systems(
+            scores = pipeline.score_systems(
                 _eval_set(held_out, reference),
                 [
                     Recordings(REAL, engine.codec.sample_rate),
@@ -410,7 +408,7 @@ def demo_page(result: DemoResult) -> str:
     part = f", {result.strength:.0%} of it: with more the voice is more alike, and more words are lost"
     header, rows = result.score_table()
     metrics, change = [METRICS_BY_KEY[key] for key in SHOWN_METRICS], result.differences[AFTER]
-    changes = [difference_cell(metric, change[metric.key]) for metric in metrics]
+    changes = [pages.difference_cell(metric, change[metric.key]) for metric in metrics]
     by_id = {name: {row.id: row for row in scores} for name, scores in result.rows.items()}
     stages = [(name, f"{seconds:.1f} s") for name, seconds in result.seconds.items()]
     run, reference, recipe = (
@@ -435,7 +433,7 @@ def demo_page(result: DemoResult) -> str:
         page.heading("Listen"),
         page.paragraph("A click on a spectrogram plays from there. Time runs to the right, frequency upwards."),
         *(
-            item_section(row, {name: of[row.id] for name, of in by_id.items()}, result.folder / SCORES_FOLDER)
+            pages.item_section(row, {name: of[row.id] for name, of in by_id.items()}, result.folder / SCORES_FOLDER)
             for row in result.rows[REAL]
         ),
         page.heading("Scores"),

@@ -26,11 +26,8 @@ from myna.core.io import atomic_write, remove_temporary_files, safe_file_name, s
 from myna.core.progress import ProgressCallback, silent
 from myna.data.codec import Codec
 from myna.data.conversation import Reference
-from myna.evaluate import ranking
+from myna.evaluate import pages, pipeline, ranking, scoring
 from myna.evaluate.items import EvalSet, load_eval_set, split_items
-from myna.evaluate.pages import item_section
-from myna.evaluate.pipeline import ITEMS_FILE, load_audio, read_item_scores, score_systems, step_folder
-from myna.evaluate.scoring import ItemScores, Scorers
 from myna.evaluate.systems import REAL, Recordings, SpeechSystem, System
 from myna.models import open_family
 from myna.models.base import SpeakingFamily
@@ -55,7 +52,7 @@ class SpeechEvaluation:
 
     recipe: Recipe
     folder: Path
-    scorers: Scorers
+    scorers: scoring.Scorers
     family: SpeakingFamily
     device: torch.device
     eval_set: EvalSet
@@ -67,7 +64,7 @@ class SpeechEvaluation:
     """Codec; None on a GPU, where it is loaded for each evaluation, since training needs the memory in between."""
     progress: ProgressCallback = silent
     steps: dict[int, ranking.StepScores] = field(default_factory=dict)
-    recordings: list[ItemScores] = field(default_factory=list)
+    recordings: list[scoring.ItemScores] = field(default_factory=list)
     _references: dict[str, Reference] = field(default_factory=dict)
 
     @classmethod
@@ -127,22 +124,22 @@ class SpeechEvaluation:
         self.steps = {}
         for folder in sorted(self.folder.glob("step-*")):
             number = int(folder.name.removeprefix("step-"))
-            if number > step or not (folder / ITEMS_FILE).is_file():
+            if number > step or not (folder / pipeline.ITEMS_FILE).is_file():
                 continue
-            was_best = (folder / "confirmation" / ITEMS_FILE).is_file()
+            was_best = (folder / "confirmation" / pipeline.ITEMS_FILE).is_file()
             self.steps[number] = ranking.StepScores(
                 number,
                 self._restore_rows(self.eval_set, folder),
                 self._restore_rows(self.forgetting_set, folder / "forgetting"),
                 self._restore_rows(self.confirmation_set if was_best else None, folder / "confirmation"),
             )
-        if self.steps and (self.folder / "real" / ITEMS_FILE).is_file():
-            self.recordings = read_item_scores(self.folder / "real" / ITEMS_FILE)
+        if self.steps and (self.folder / "real" / pipeline.ITEMS_FILE).is_file():
+            self.recordings = pipeline.read_item_scores(self.folder / "real" / pipeline.ITEMS_FILE)
 
     def run(self, step: int, model: nn.Module, autocast: AutocastContext) -> SpeechScores:
         codec = self.codec or self.family.load_codec(device=self.device)
         engine = Engine(self.family, model, codec, self.recipe.data.reference_placement, autocast)
-        folder = self.folder / step_folder(step)
+        folder = self.folder / pipeline.step_folder(step)
         rows = self._score(self.eval_set, self._system(engine), folder)
         forgetting = self._score(self.forgetting_set, self._system(engine), folder / "forgetting")
         self.steps[step] = ranking.StepScores(step, rows, forgetting)
@@ -166,18 +163,20 @@ class SpeechEvaluation:
         seed = self.recipe.speech_eval.seed
         return SpeechSystem(SPOKEN, lambda: engine, seed, {}, Engine.trainable_fingerprint, self._references)
 
-    def _score(self, eval_set: EvalSet | None, system: System, folder: Path) -> list[ItemScores]:
+    def _score(self, eval_set: EvalSet | None, system: System, folder: Path) -> list[scoring.ItemScores]:
         if eval_set is None:
             return []
         size = self.recipe.speech_eval.batch_size
-        rows = score_systems(eval_set, [system], self.scorers, folder, batch_size=size, progress=self.progress)
+        rows = pipeline.score_systems(eval_set, [system], self.scorers, folder, batch_size=size, progress=self.progress)
         return rows[system.name]
 
-    def _restore_rows(self, eval_set: EvalSet | None, folder: Path) -> list[ItemScores]:
+    def _restore_rows(self, eval_set: EvalSet | None, folder: Path) -> list[scoring.ItemScores]:
         """Read the scores of a step; they must come from the scorers and items that are used now, to be comparable."""
         if eval_set is None:
             return []
-        rows = read_item_scores(folder / ITEMS_FILE) if (folder / ITEMS_FILE).is_file() else []
+        rows = (
+            pipeline.read_item_scores(folder / pipeline.ITEMS_FILE) if (folder / pipeline.ITEMS_FILE).is_file() else []
+        )
         for scorer in REQUIRED_SCORERS:
             name = self.scorers.names[scorer]
             # The name of a speaker encoder is followed by a hash of the clips it was compared with.
@@ -194,12 +193,12 @@ class SpeechEvaluation:
             )
         return rows
 
-    def _spectrograms(self, rows: Sequence[ItemScores], folder: Path, sample_rate: int) -> list[LoggedSample]:
+    def _spectrograms(self, rows: Sequence[scoring.ItemScores], folder: Path, sample_rate: int) -> list[LoggedSample]:
         """Write spectrograms of all items; return the first ones, with their audio, for the trackers."""
         logged = []
         for index, row in enumerate(rows):
             if row.audio:
-                samples = load_audio(row, folder, sample_rate)
+                samples = pipeline.load_audio(row, folder, sample_rate)
                 pixels = page.mel_spectrogram_pixels(samples, sample_rate)
                 with atomic_write(folder / "spectrograms" / f"{safe_file_name(row.id)}.png") as temporary:
                     temporary.write_bytes(page.encode_png(pixels))
@@ -208,9 +207,9 @@ class SpeechEvaluation:
         return logged
 
 
-def open_required_scorers(settings: SpeechEvalSettings) -> Scorers:
+def open_required_scorers(settings: SpeechEvalSettings) -> scoring.Scorers:
     """Open the scorers that the ranking rule needs, and no others, since each takes time at every evaluation."""
-    scorers = Scorers.open(settings.asr, settings.speaker_encoder)
+    scorers = scoring.Scorers.open(settings.asr, settings.speaker_encoder)
     lacking = [f"{scorer}: {scorers.missing[scorer]}" for scorer in REQUIRED_SCORERS if scorer in scorers.missing]
     if lacking:
         raise ConfigError(
@@ -276,10 +275,10 @@ def _step_items(history: ranking.TrainingHistory, shown: int, folder: Path) -> l
     rows |= {
         ranking.step_name(one.step): {row.id: row for row in one.rows} for one in history.steps if one.step in steps
     }
-    folders = {REAL: folder / "real"} | {ranking.step_name(step): folder / step_folder(step) for step in steps}
+    folders = {REAL: folder / "real"} | {ranking.step_name(step): folder / pipeline.step_folder(step) for step in steps}
     order = [REAL, *map(ranking.step_name, steps)]
     return [
-        item_section(
+        pages.item_section(
             row,
             {name: rows[name][row.id] for name in order if row.id in rows[name]},
             folders,

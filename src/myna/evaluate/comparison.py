@@ -22,11 +22,10 @@ from myna.core.errors import ConfigError, DataError
 from myna.core.io import atomic_write, bytes_hash, claim_folder, lock_folder, safe_file_name, save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.core.statistics import CONFIDENCE_LEVEL
-from myna.evaluate import listening, pipeline
+from myna.evaluate import listening, pages, pipeline
 from myna.evaluate.evaluation import EVALUATION_FILE, EvaluationSettings, Results, mark_seen_items, save_json
 from myna.evaluate.items import EvalSet
 from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, MetricEstimates, missing_metrics
-from myna.evaluate.pages import PLAYER_SAMPLE_RATE, metrics_table, missing_notes
 from myna.evaluate.systems import REAL, Recordings, Subject, System
 from myna.report import page
 
@@ -344,7 +343,7 @@ def comparison_page(comparison: Comparison) -> str:
         *(page.paragraph(f"{note}.", "note") for note in comparison.notes),
         page.heading("Scores"),
         *_compared_metrics(comparison.estimates, "Scores by system"),
-        *missing_notes(comparison.missing, "compared"),
+        *pages.missing_notes(comparison.missing, "compared"),
         page.heading(f"Against {first}, on the same items"),
         *_compared_metrics(comparison.differences, f"Differences from {first}", differences=True),
         page.paragraph("In color: what differs beyond its interval.", "note"),
@@ -360,9 +359,9 @@ def _compared_metrics(
 ) -> list[page.Section]:
     main = [METRICS_BY_KEY[key] for key in COMPARED_METRICS]
     others = [metric for metric in METRICS if metric.key not in COMPARED_METRICS]
-    rest = metrics_table(systems, f"{caption}, the rest", others, differences=differences)
+    rest = pages.metrics_table(systems, f"{caption}, the rest", others, differences=differences)
     more = [page.details("More figures", *rest)] if rest else []
-    return [*metrics_table(systems, caption, main, differences=differences), *more]
+    return [*pages.metrics_table(systems, caption, main, differences=differences), *more]
 
 
 def _listening_test(comparison: Comparison) -> list[page.Section]:
@@ -405,16 +404,18 @@ def _encode_sounds(comparison: Comparison) -> tuple[dict[str, str | None], dict[
     recordings = {row.id: row for row in real.rows} if real is not None else {}
     for number, name in enumerate(dict.fromkeys(trial.item for trial in comparison.trials)):
         samples = {
-            sound: pipeline.load_audio(rows[system][name], folders[system], PLAYER_SAMPLE_RATE)
+            sound: pipeline.load_audio(rows[system][name], folders[system], pages.PLAYER_SAMPLE_RATE)
             for trial in comparison.trials
             if trial.item == name
             for sound, system in zip(trial.sounds, trial.systems, strict=True)
         }
         if real is not None and name in recordings:
             real_ids[name] = f"real-{number}"
-            samples[real_ids[name]] = pipeline.load_audio(recordings[name], real.folder, PLAYER_SAMPLE_RATE)
+            samples[real_ids[name]] = pipeline.load_audio(recordings[name], real.folder, pages.PLAYER_SAMPLE_RATE)
         for id, sound in match_loudness(samples).items():
-            uris[id] = page.data_uri(page.encode_flac(sound, PLAYER_SAMPLE_RATE), "audio/flac") if len(sound) else None
+            uris[id] = (
+                page.data_uri(page.encode_flac(sound, pages.PLAYER_SAMPLE_RATE), "audio/flac") if len(sound) else None
+            )
     return uris, real_ids
 
 

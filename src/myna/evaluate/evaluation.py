@@ -20,17 +20,14 @@ from myna.core.io import DEFAULT_SPEAKER_ENCODER, claim_folder, lock_folder, sav
 from myna.core.progress import ProgressCallback, silent
 from myna.core.run_folder import RunFolder
 from myna.data.split import ComparedClip, TrainedClips
-from myna.evaluate import metrics
+from myna.evaluate import metrics, pages, pipeline, scoring
 from myna.evaluate.items import EvalItem, EvalSet
-from myna.evaluate.pages import evaluation_page
-from myna.evaluate.pipeline import ITEMS_FILE, ITEMS_FOLDER, read_item_scores, score_systems, step_folder
-from myna.evaluate.scoring import ItemScores, Scorers
 from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, Recordings, Subject, System
 from myna.models.files import format_names
 from myna.speak.engine import encode_clip
 
 EVALUATION_FILE, PAGE_FILE = "evaluation.json", "report.html"
-GROUPS: Mapping[str, Callable[[ItemScores], str]] = {
+GROUPS: Mapping[str, Callable[[scoring.ItemScores], str]] = {
     "speaker": lambda row: row.speaker or "unnamed",
     "language": lambda row: row.language or "unnamed",
     "length": lambda row: {"word": "one word", "sentence": "usual", "long": "very long"}[row.length_class],
@@ -72,8 +69,8 @@ class EvaluationSettings:
     def inputs(self) -> list[Path]:
         return [path for path in (self.data, self.sentences) if path is not None]
 
-    def open_scorers(self) -> Scorers:
-        return Scorers.open(self.asr, self.speaker_encoder, device=self.device)
+    def open_scorers(self) -> scoring.Scorers:
+        return scoring.Scorers.open(self.asr, self.speaker_encoder, device=self.device)
 
     def eval_set(self, subject: Subject) -> EvalSet:
         """Load the items; by default the held-out data of the subject."""
@@ -85,7 +82,7 @@ class Results:
     """Scores of systems on the same items: metrics, differences from one system, and what is missing."""
 
     folder: Path
-    rows: Mapping[str, Sequence[ItemScores]]
+    rows: Mapping[str, Sequence[scoring.ItemScores]]
     """Item scores by system."""
     base: str
     """System that differences are taken from."""
@@ -244,7 +241,7 @@ def evaluate_system(
     run = subject.ref.run
     out = out or (run.folder / "evaluation" if run is not None else Path("evaluations") / subject.name)
     inputs = [Path(subject.ref.source), *settings.inputs]
-    claim_folder(out, "evaluation", known=(EVALUATION_FILE, ITEMS_FOLDER), inputs=inputs, force=settings.force)
+    claim_folder(out, "evaluation", known=(EVALUATION_FILE, pipeline.ITEMS_FOLDER), inputs=inputs, force=settings.force)
     with lock_folder(out, "evaluating into"):
         codec = system.engine.codec
         rate, revision = codec.sample_rate, codec.revision
@@ -255,7 +252,7 @@ def evaluate_system(
         ]
         scorers, notes = settings.open_scorers(), list(eval_set.notes)
         seen_notes: list[str] = []
-        rows = score_systems(
+        rows = pipeline.score_systems(
             eval_set,
             systems,
             scorers,
@@ -289,7 +286,7 @@ def evaluate_system(
             run=run,
         )
         save_json(out / EVALUATION_FILE, evaluation.to_json())
-        save_text(out / PAGE_FILE, evaluation_page(evaluation))
+        save_text(out / PAGE_FILE, pages.evaluation_page(evaluation))
         return evaluation
 
 
@@ -302,7 +299,7 @@ def estimates_to_json(systems: Mapping[str, metrics.MetricEstimates]) -> dict[st
 
 
 def mark_seen_items(
-    systems: Iterable[System], items: Sequence[EvalItem], rows: Mapping[str, Sequence[ItemScores]]
+    systems: Iterable[System], items: Sequence[EvalItem], rows: Mapping[str, Sequence[scoring.ItemScores]]
 ) -> list[str]:
     """Set `trained_on` and `chose_checkpoint` of the scores of each run; return notes on what cannot be known."""
     notes = []
@@ -320,16 +317,16 @@ def mark_seen_items(
         found = trained.find(clips, unnamed_speakers=True)
         # The run may be a `best/` or a checkpoint in the folder whose items chose the best checkpoint.
         folders = (run.folder, *run.folder.absolute().parents[:2])
-        files = (folder / "speech_eval" / step_folder(0) / ITEMS_FILE for folder in folders)
+        files = (folder / "speech_eval" / pipeline.step_folder(0) / pipeline.ITEMS_FILE for folder in folders)
         chose = next((file for file in files if file.is_file()), None)
-        chosen_by = {(row.id, row.text) for row in read_item_scores(chose)} if chose is not None else set()
+        chosen_by = {(row.id, row.text) for row in pipeline.read_item_scores(chose)} if chose is not None else set()
         for row in rows[system.name]:
             row.trained_on = found.get(row.id, "")
             row.chose_checkpoint = (row.id, row.text) in chosen_by
     return notes
 
 
-def seen_warnings(rows: Mapping[str, Sequence[ItemScores]]) -> list[str]:
+def seen_warnings(rows: Mapping[str, Sequence[scoring.ItemScores]]) -> list[str]:
     """Say for the head of a report how many items each system had seen before."""
     warnings = []
     for system, scores in rows.items():

@@ -14,9 +14,8 @@ from myna.core.errors import ConfigError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER
 from myna.core.progress import ProgressCallback, silent
 from myna.data.manifest import SPEAKER_TAG, Utterance
+from myna.evaluate import pipeline, scoring
 from myna.evaluate.items import EvalItem, EvalSet
-from myna.evaluate.pipeline import torch_threads
-from myna.evaluate.scoring import COPY_THRESHOLD, SCORING_WORKERS, ItemScores, Scorers, SpeakerEmbeddings, score_item
 from myna.speak.engine import Speech
 from myna.speak.request import SpeechRequest
 from myna.text.normalization import normalise_text
@@ -31,7 +30,7 @@ class RankedTake:
     number: int
     """Number from 1 on, in the order of the seeds."""
     speech: Speech
-    scores: ItemScores
+    scores: scoring.ItemScores
 
     @property
     def defects(self) -> list[str]:
@@ -40,7 +39,7 @@ class RankedTake:
         found = {
             "silent": scores.silent,
             "ended early": scores.ended_early,
-            "copies the reference": (scores.copy_similarity or 0.0) >= COPY_THRESHOLD,
+            "copies the reference": (scores.copy_similarity or 0.0) >= scoring.COPY_THRESHOLD,
         }
         return [name for name, has in found.items() if has]
 
@@ -82,7 +81,7 @@ class TakeRanker:
     """Ranker of takes: those that found their end come first, then fewer word errors, higher speaker similarity to the
     reference, and higher predicted MOS, as far as the scorers are installed."""
 
-    def __init__(self, scorers: Scorers) -> None:
+    def __init__(self, scorers: scoring.Scorers) -> None:
         self.scorers = scorers
 
     @classmethod
@@ -90,7 +89,7 @@ class TakeRanker:
         cls, asr: str | None = None, speaker_encoder: str = DEFAULT_SPEAKER_ENCODER, *, device: str = "cpu"
     ) -> TakeRanker:
         """Open every scorer that can be opened; one that was named and cannot be opened is an error."""
-        scorers = Scorers.open(asr, speaker_encoder, device=device)
+        scorers = scoring.Scorers.open(asr, speaker_encoder, device=device)
         named = {"asr": asr is not None, "speaker_encoder": speaker_encoder != DEFAULT_SPEAKER_ENCODER}
         for scorer, reason in scorers.missing.items():
             if named.get(scorer):
@@ -123,19 +122,19 @@ class TakeRanker:
         words = normalise_text(SPEAKER_TAG.sub(" ", request.text))
         item = EvalItem("take", words, language=language, references=tuple(clips))
         encoder = self.scorers.speaker_encoder
-        speakers = SpeakerEmbeddings(EvalSet((item,), {}), encoder) if encoder is not None else None
+        speakers = scoring.SpeakerEmbeddings(EvalSet((item,), {}), encoder) if encoder is not None else None
         if speakers is not None and len(clips) == 1:
             speakers.of_clip(clips[0])  # before several threads need it
 
         def score(number: int) -> RankedTake:
             speech = takes[number]
-            row = ItemScores.unscored("takes", item, speech.samples, speech.stopped)
+            row = scoring.ItemScores.unscored("takes", item, speech.samples, speech.stopped)
             samples = as_mono_16khz(speech.samples, speech.sample_rate)
-            score_item(row, item, samples, self.scorers, speakers, self.scorers.names)
+            scoring.score_item(row, item, samples, self.scorers, speakers, self.scorers.names)
             return RankedTake(number + 1, speech, row)
 
-        workers = min(SCORING_WORKERS, len(takes))
-        with torch_threads(max(1, torch.get_num_threads() // workers)), ThreadPoolExecutor(workers) as pool:
+        workers = min(scoring.SCORING_WORKERS, len(takes))
+        with pipeline.torch_threads(max(1, torch.get_num_threads() // workers)), ThreadPoolExecutor(workers) as pool:
             ranked = []
             for take in pool.map(score, range(len(takes))):
                 ranked.append(take)

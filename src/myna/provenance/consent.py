@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import importlib.util
+import json
 import re
 import secrets
 from collections.abc import Sequence
@@ -40,38 +41,11 @@ MIN_NAME_MATCH = 60
 MAX_NAME_ERRORS = 2
 """Letters that may always differ: recognisers write Lee for Li."""
 
-SENTENCES = {
-    "en": "My name is {name}. I agree that a computer learns my voice from my recordings and speaks with it. "
-    "My two words today are {first} and {second}.",
-    "ar": "اسمي {name}. أوافق على أن يتعلم الحاسوب صوتي من تسجيلاتي وأن يتكلم به. كلمتاي اليوم هما {first} و {second}.",
-    "vi": "Tôi tên là {name}. Tôi đồng ý để máy tính học giọng nói của tôi từ các bản ghi âm và nói bằng giọng ấy. "
-    "Hai từ của tôi hôm nay là {first} và {second}.",
-    "de": "Mein Name ist {name}. Ich bin einverstanden, dass ein Computer meine Stimme aus meinen Aufnahmen lernt und "
-    "mit ihr spricht. Meine zwei Wörter heute sind {first} und {second}.",
-    "fr": "Je m'appelle {name}. J'accepte qu'un ordinateur apprenne ma voix à partir de mes enregistrements et parle "
-    "avec elle. Mes deux mots d'aujourd'hui sont {first} et {second}.",
-    "es": "Me llamo {name}. Acepto que un ordenador aprenda mi voz de mis grabaciones y hable con ella. "
-    "Mis dos palabras de hoy son {first} y {second}.",
-}
-WORDS = {
-    "en": "anchor apple basket blanket bridge butter candle castle chicken copper cotton desert dinner engine feather "
-    "finger forest garden guitar hammer harbor island jacket kitchen ladder lemon market meadow mirror mountain "
-    "orange paper pencil pepper picture pillow pocket rabbit ribbon river saddle shadow silver spider sugar summer "
-    "table ticket tiger tunnel valley velvet window winter yellow",
-    "ar": "باب بحر بستان تفاح جبل جسر حديقة حصان خبز دفتر ذهب رمان زيتون سحاب سفينة سمكة شجرة شمس صحراء طائر عسل عصفور "
-    "غابة فراشة قطار قلم قمر قهوة كتاب كرسي ليمون مدينة مطر مفتاح ملح نافذة نجمة نخلة نهر وردة",
-    "vi": "bánh biển bóng cầu chuối cửa dừa đèn đường ghế giấy gió gương hoa hồ khăn lá lúa mây mèo mưa nắng ngựa nhà "
-    "nón núi quạt rừng sách sao sen sông sữa thuyền trà trăng vườn xoài vịt",
-    "de": "Anker Apfel Blume Brücke Butter Decke Feder Fenster Garten Gitarre Hafen Hammer Himmel Insel Jacke Kerze "
-    "Kirsche Kissen Koffer Küche Lampe Leiter Löffel Markt Pfeffer Regen Sommer Spiegel Tasche Teller Wasser "
-    "Vogel Winter Wolke Zucker Zwiebel",
-    "fr": "abeille bateau beurre bougie bouteille camion cerise chapeau château cheval citron couteau cuisine écharpe "
-    "étoile fenêtre forêt fromage guitare jardin journal lapin lumière marteau montagne nuage orange panier poisson "
-    "rivière soleil sucre table tortue valise voisin",
-    "es": "abeja bosque botella caballo camino campana cereza cocina cuchara espejo estrella flor fuego guitarra "
-    "hierro isla jardín leche limón lluvia manzana martillo mesa montaña naranja papel pimienta playa puente queso "
-    "reloj sombra tigre ventana verano zapato",
-}
+LANGUAGES: dict[str, dict[str, str]] = json.loads(
+    Path(__file__).with_name("consent_sentences.json").read_text(encoding="utf-8")
+)
+"""Sentence of each language, and words from which those of the day are drawn."""
+SENTENCES = {language: texts["sentence"] for language, texts in LANGUAGES.items()}
 MAX_CHARACTER_ERRORS = 0.25
 """Maximum character error rate of the whole sentence. A careful reading passes with recognisers of any size."""
 MIN_WORD_MATCH = 80
@@ -103,7 +77,7 @@ def sentence_of_day(name: str, language: str, day: datetime | None = None) -> Co
     stamp = (day or datetime.now(UTC)).strftime("%Y-%m-%d")
     secret = private_file(user_folder("config") / SECRET_FILE, secrets.token_bytes(32))
     number = int.from_bytes(hmac.digest(secret, f"{stamp}\n{name}\n{base}".encode(), hashlib.sha256), "big")
-    choices = WORDS[base].split()
+    choices = LANGUAGES[base]["words"].split()
     first = choices.pop(number % len(choices))
     second = choices[(number >> 64) % len(choices)]
     text = SENTENCES[base].format(name=name, first=first, second=second)
