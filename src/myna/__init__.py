@@ -16,14 +16,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from myna.commands.curate import correct as correct
-    from myna.commands.curate import curate as curate
-    from myna.commands.curate import forecast_curation as forecast_curation
-    from myna.commands.curate import xray as xray
+    from myna.commands.data import correct as correct
+    from myna.commands.data import curate as curate
+    from myna.commands.data import forecast_curation as forecast_curation
     from myna.commands.data import import_dataset as import_dataset
     from myna.commands.data import prepare as prepare
     from myna.commands.data import render as render
     from myna.commands.data import split as split
+    from myna.commands.data import xray as xray
     from myna.commands.doctor import doctor as doctor
     from myna.commands.evaluate import compare as compare
     from myna.commands.evaluate import evaluate as evaluate
@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "commands.curate": ("correct", "curate", "forecast_curation", "xray"),
-    "commands.data": ("import_dataset", "prepare", "render", "split"),
+    "commands.data": ("correct", "curate", "forecast_curation", "import_dataset", "prepare", "render", "split", "xray"),
     "commands.doctor": ("doctor",),
     "commands.evaluate": ("compare", "evaluate"),
     "commands.model": ("convert", "extract_lora", "make_tiny", "merge", "model_stats", "verify"),

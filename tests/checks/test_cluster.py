@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from myna.checks import cluster
 from myna.checks.cluster import NodeReport, check_shared_folder, compare_nodes, node_facts
@@ -89,10 +88,10 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert node_facts(tmp_path, "./nowhere", None)["codec"].startswith("cannot be opened: ")
 
 
-def test_the_table_of_nodes() -> None:
-    console = Console(width=160, record=True)
-    show_nodes([report("a", codec="12 and a name that is long"), NodeReport("b", 1, 0, {})], console)
-    header, first, second = console.export_text().splitlines()
+def test_the_table_of_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    show_nodes([report("a", codec="12 and a name that is long"), NodeReport("b", 1, 0, {})])
+    header, first, second = capsys.readouterr().out.splitlines()
     assert "12 and" not in first and len(first.split()[-1]) == 8, "what is long is hashed"
     assert header.split()[:4] == ["node", "CPUs", "GPUs", "python"]
     assert first.split()[:4] == ["a", "4", "0", "3.11.2"] and second.split()[:4] == ["b", "1", "0", "-"]

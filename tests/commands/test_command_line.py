@@ -18,7 +18,7 @@ import yaml
 import myna
 from myna import __version__
 from myna.commands import FAMILIES, PANELS, build_app, main
-from myna.commands.command import COMMANDS
+from myna.commands.options import COMMANDS
 from myna.core.errors import MynaError
 from tests.command_line import run_command
 

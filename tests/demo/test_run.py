@@ -5,23 +5,25 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from html import unescape
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import soundfile
 import torch
 import yaml
-from rich.console import Console
 
 from myna.audio.files import read_audio, write_audio
-from myna.commands.demo import show_demo
+from myna.commands.train import show_demo
 from myna.core.errors import ConfigError, DataError, ModelError, MynaError
 from myna.core.run_folder import Run
 from myna.data.dataset import PreparedDataset
@@ -86,10 +88,9 @@ def demo(nest: Path, out: Path, **changes: Any) -> DemoResult:
 
 
 def printed(result: DemoResult) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    show_demo(result, console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    with patch.dict(os.environ, {"COLUMNS": "200"}), redirect_stdout(io.StringIO()) as output:
+        show_demo(result)
+    return output.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -359,7 +360,7 @@ def test_a_training_that_was_stopped_ends_the_demo(nest: Path, tmp_path: Path, m
 def test_the_command_passes_its_options_on(nest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caught: list[tuple[Path, dict[str, Any]]] = []
     monkeypatch.setattr("myna.demo.run.run_demo", lambda out, **options: caught.append((out, options)))
-    monkeypatch.setattr("myna.commands.demo.show_demo", lambda *_: None)
+    monkeypatch.setattr("myna.commands.train.show_demo", lambda *_: None)
     words = ["demo", "--out", str(tmp_path), "--voice", "mine", "--model", str(nest / "model"), "--seed", "3"]
     words += ["--asr", "base", "--language", "vi", "--format", "ljspeech", "--set", "train.steps=2"]
     words += ["--strength", "0.7"]

@@ -1,6 +1,6 @@
 """Commands of Myna, one file for each or for a small family: the Python function, its options, and what it prints.
 
-`import myna` offers the functions. `main` is the command line, which is generated from them: see `command.py`.
+`import myna` offers the functions. `main` is the command line, which is generated from them: see `options.py`.
 """
 
 from __future__ import annotations
@@ -10,24 +10,19 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
 
+from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter
+from rich.text import Text
+
+from myna.commands.display import console
+from myna.commands.options import COMMANDS, name_options
 from myna.core.errors import MynaError
-
-if TYPE_CHECKING:
-    from cyclopts import App
+from myna.core.io import disk_error
 
 PANELS = {
     "The three steps": {"prepare": "data", "train": "train", "speak": "speak"},
-    "Begin here": {"demo": "demo", "setup": "setup", "doctor": "doctor", "recipes": "train", "version": "doctor"},
-    "Data": {
-        "import": "data",
-        "curate": "curate",
-        "xray": "curate",
-        "correct": "curate",
-        "split": "data",
-        "render": "data",
-    },
+    "Begin here": {"demo": "train", "setup": "doctor", "doctor": "doctor", "recipes": "train", "version": "doctor"},
+    "Data": dict.fromkeys(("import", "curate", "xray", "correct", "split", "render"), "data"),
     "Speech": {"speak-lines": "speak", "serve": "serve", "voice": "voice", "detect": "voice", "answer": "speak"},
     "Quality": {"evaluate": "evaluate", "compare": "evaluate"},
     "Models": {"merge": "model", "verify": "model", "model": "model"},
@@ -60,42 +55,29 @@ def main() -> None:
 
 def run(words: Sequence[str], *, shown: bool = False) -> int:
     """Run a command and return its exit status. `shown` prints an error, where it is raised otherwise."""
-    from cyclopts import CycloptsError, MissingArgumentError
-
     app = build_app(words)
     try:
-        function, bound, _ = app.parse_args(_texts_last(app, words), exit_on_error=False, print_error=False)
-    except MissingArgumentError as error:
-        missing = error.argument.name if error.argument is not None else "an argument"
-        _show_error(f"{missing} is missing", f"{_help_command(app, words)} says what it is")
-        return 2
+        function, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        what = str(error).partition(" Available commands:")[0].rstrip(".")
-        _show_error(what, f"{_help_command(app, words)} lists what there is")
+        what, lists = str(error).partition(" Available commands:")[0].rstrip("."), "lists what there is"
+        if isinstance(error, MissingArgumentError) and error.argument is not None:
+            what, lists = f"{error.argument.name} is missing", "says what it is"
+        _show_error(what, f"{' '.join(['myna', *app.parse_commands(words)[0], '--help'])} {lists}")
         return 2
     try:
         return function(*bound.args, **bound.kwargs) or 0
-    except MynaError as error:
-        if not shown:
-            raise
-        _show_error(_as_typed(app, words, error.what), _as_typed(app, words, error.hint))
-    except OSError as error:
-        from myna.core.io import disk_error
-
+    except (MynaError, OSError) as error:
         # A full disk is no bug; a file of ours that is not where it should be is one, and keeps its traceback.
-        known = disk_error(error)
+        known = error if isinstance(error, MynaError) else disk_error(error)
         if known is None or not shown:
             raise
-        _show_error(known.what, known.hint)
+        parameters = inspect.signature(function).parameters.values()
+        _show_error(name_options(known.what, parameters), name_options(known.hint, parameters))
     return 1
 
 
 def build_app(words: Sequence[str] = ()) -> App:
     """Build the command line. Where the first word is a command, the modules of others are not imported."""
-    from cyclopts import App, Group, Parameter
-
-    from myna.commands.command import COMMANDS
-
     app = App(
         name="myna",
         help=HELP,
@@ -126,48 +108,6 @@ def build_app(words: Sequence[str] = ()) -> App:
     return app
 
 
-def _texts_last(app: App, words: Sequence[str]) -> list[str]:
-    """Put the text of a command that takes one behind `--`: it may begin with a dash, as `-5 degrees` does."""
-    from myna.commands.command import COMMANDS
-
-    if not words or words[0] not in COMMANDS or not COMMANDS[words[0]].takes_text:
-        return list(words)
-    arguments = app[words[0]].assemble_argument_collection()
-    takes_value = {name: argument.token_count()[0] > 0 for argument in arguments for name in argument.names}
-    takes_value |= {"--help": False, "-h": False}
-    options, texts, waiting = [words[0]], list[str](), list(words[1:])
-    while waiting and waiting[0] != "--":
-        word = waiting.pop(0)
-        name = word.partition("=")[0] if word.startswith("--") else word[:2]
-        # A single word after two dashes is an option, perhaps a misspelt one.
-        is_option = name in takes_value and (word.startswith("--") or takes_value[name] or len(word) == 2)
-        if word[:1] == "-" and not is_option and (not word.startswith("--") or " " in name):
-            texts.append(word)
-            continue
-        options.append(word)
-        if takes_value.get(word) and waiting:
-            options.append(waiting.pop(0))
-    return [*options, "--", *texts, *waiting[1:]]
-
-
-def _help_command(app: App, words: Sequence[str]) -> str:
-    chain, _, _ = app.parse_commands(words)
-    return " ".join(["myna", *chain, "--help"])
-
-
-def _as_typed(app: App, words: Sequence[str], text: str) -> str:
-    """Write the parameters that an error names as options."""
-    from myna.commands.command import name_options
-
-    _, apps, _ = app.parse_commands(words)
-    command = apps[-1].default_command
-    return name_options(text, inspect.signature(command).parameters.values()) if command is not None else text
-
-
 def _show_error(what: str, hint: str) -> None:
-    from rich.text import Text
-
-    from myna.commands.display import console
-
     text = Text.assemble(("error", "bold red"), f" {what}\n", ("  → ", "bold"), hint)
     console(stderr=True).print(text, highlight=False, soft_wrap=True)

@@ -1,21 +1,26 @@
-"""`myna import`, `prepare`, `split` and `render`: from recordings to training sequences."""
+"""`myna curate`, `xray`, `correct`, `import`, `prepare`, `split`, `render`: recordings to training sequences."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
+
+from rich.table import Table
+from rich.text import Text
 
 from myna.commands import options as opt
-from myna.commands.command import command
-from myna.commands.display import console, progress_bars, show_notes
-from myna.commands.options import PathLike, option
+from myna.commands.display import call_with_bars, console, show, show_json
+from myna.commands.options import Call, PathLike, command, option
+from myna.core.errors import ConfigError
 from myna.core.io import report_disk_errors
 from myna.core.progress import ProgressCallback, silent
 
 if TYPE_CHECKING:
+    from myna.curate.curation import CurationForecast, CurationResult
+    from myna.curate.xray import Xray
     from myna.data.dataset import DataFolder
     from myna.models.base import RenderedSequence
 
@@ -31,6 +36,198 @@ class ImportOptions(TypedDict, total=False):
     speaker: Annotated[str, option("Speaker of utterances whose source names none.")]
 
 
+Recordings = Annotated[
+    PathLike | Sequence[PathLike],
+    option("Folders and files of recordings, sound or film; none to decide again what OUT holds."),
+]
+
+
+class CurationOptions(TypedDict, total=False):
+    """Settings of a curation. The named ones are short for `listen.asr`, `listen.language`, `speakers.number` and
+    `speakers.enrolment`."""
+
+    asr: Annotated[str | None, option("Name or folder of a Whisper for faster-whisper: base, large-v3-turbo.")]
+    language: Annotated[str | None, option("Language of all recordings, as en; else it is detected.")]
+    speakers: Annotated[int | None, option("Number of speakers, if you know it.", least=1)]
+    enrol: Annotated[
+        Sequence[str], option("Recording of a speaker to keep, FILE or NAME=FILE; others are dropped. Repeatable.")
+    ]
+    settings_file: Annotated[PathLike | None, option("YAML file of settings.", name="--settings")]
+    settings: Annotated[
+        opt.SettingOverrides,
+        option("Change a setting, as keep.min_snr_db=20; OUT/curate.yaml has all. Repeatable.", name="--set"),
+    ]
+
+
+@report_disk_errors()
+def curate(
+    sources: Recordings = (),
+    out: Annotated[PathLike | None, option("Folder to write.", "-o")] = None,
+    *,
+    script: Annotated[
+        PathLike | None, option("Text that is read (txt, srt, vtt); by default a file of the recording's name.")
+    ] = None,
+    limit: Annotated[int | None, option("Recordings to take, by name.", least=1)] = None,
+    workers: opt.Workers = None,
+    ray: opt.Ray = None,
+    progress: ProgressCallback = silent,
+    **options: Unpack[CurationOptions],
+) -> CurationResult:
+    """Turn raw recordings into clips with text and speaker; `prepare` reads the result.
+
+    Every second is in OUT/segments.parquet, kept or dropped with its reason. Called again, it continues where it
+    stopped. With other thresholds and no sources it decides again within seconds and does not listen again:
+    `myna curate --out OUT --set keep.min_snr_db=20`. The folder remembers its settings.
+    """
+    from myna.curate import curation, settings
+
+    if out is None:
+        raise ConfigError("`out` is missing", hint="myna curate SOURCE --out data/NAME")
+    return curation.run_curation(
+        _paths(sources),
+        Path(out),
+        settings.curation_settings(Path(out), **options),
+        script=Path(script) if script is not None else None,
+        limit=limit,
+        workers=workers,
+        ray=ray,
+        progress=progress,
+    )
+
+
+@report_disk_errors()
+def forecast_curation(
+    sources: Recordings,
+    *,
+    workers: int | None = None,
+    progress: ProgressCallback = silent,
+    **options: Unpack[CurationOptions],
+) -> CurationForecast:
+    """Listen to ten minutes of the sources; return what `curate` would keep and how long it would take."""
+    from myna.curate import curation, settings
+
+    chosen = settings.curation_settings(None, **options)
+    return curation.forecast(_paths(sources), chosen, workers=workers, progress=progress)
+
+
+@command("curate", curate, example="myna curate podcast/*.mp3 --out data/podcast --asr large-v3-turbo")
+def _(
+    call: Call[CurationResult],
+    *,
+    dry_run: Annotated[bool, option("Listen to ten minutes; forecast the hours kept and the time it takes.")] = False,
+) -> None:
+    from myna.curate import first_pass, settings
+
+    options: dict[str, Any] = dict(call.keywords)
+    given = {name: value for name, value in options.items() if name in CurationOptions.__annotations__}
+    if sources := options.get("sources"):
+        folder = Path(options["out"]) if options.get("out") is not None else None
+        missing = first_pass.missing_models(settings.curation_settings(folder, **given).listen)
+        show(*(f"without {note}" for note in missing), stderr=True)
+    if not dry_run:
+        _show_curation(call_with_bars(call))
+        return
+    if not sources:
+        raise ConfigError("`dry_run` needs recordings", hint="myna curate SOURCE --dry-run")
+    forecast = call_with_bars(forecast_curation, sources, workers=options.get("workers"), **given)
+    dropped = ", ".join(f"{name} {share:.0%}" for name, share in forecast.dropped.items())
+    show(
+        f"{forecast.sampled_seconds / 60:.1f} of {forecast.seconds / 60:.1f} minutes were listened to",
+        f"about {_hours(forecast.kept_seconds)} of {_hours(forecast.seconds)} would be kept",
+        f"dropped: {dropped}",
+        f"listening to all of it would take about {_hours(forecast.work_seconds)} here",
+        *forecast.notes,
+    )
+
+
+def _show_curation(result: CurationResult) -> None:
+    """Print where the hours went, who speaks, and the next commands."""
+    table = Table(title=f"{result.recordings} recordings, {_hours(result.seconds)}", box=None, padding=(0, 2, 0, 0))
+    for title in ("", "hours", "share"):
+        table.add_column(title, justify="right" if title else "left")
+    for name, seconds in (("kept", result.kept_seconds), *result.dropped.items()):
+        share = seconds / result.seconds if result.seconds else 0.0
+        table.add_row(Text(name, "bold green" if name == "kept" else "none"), _hours(seconds), f"{share:.1%}")
+    console().print(table)
+    if result.clips:
+        who = ", ".join(f"{name} {_hours(seconds)}" for name, seconds in list(result.speakers.items())[:10])
+        show(f"{result.clips} clips of {len(result.speakers)} speakers: {who}")
+    go_on = f"Go on:  myna prepare {result.folder} --model MODEL --out {result.folder}-prepared"
+    show(*result.notes, f"Look at it:  myna xray {result.folder}", go_on)
+
+
+def _hours(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
+
+
+@report_disk_errors()
+def xray(
+    folder: Annotated[PathLike, option("A folder made by `myna curate` or `myna prepare`.")],
+    *,
+    model: Annotated[str | None, option("Compare the texts with this model's tokenizer.", "-m")] = None,
+    progress: ProgressCallback = silent,
+) -> Xray:
+    """Show what a dataset holds: FOLDER/xray/report.html, a page to look at and listen to, and xray.json.
+
+    The page says where the hours went, what each threshold costs, who speaks, and which texts are doubtful; it lists
+    duplicates and leaks, and ends in a verdict. It needs no network.
+    """
+    from myna.curate.xray import run_xray
+
+    return run_xray(Path(folder), model=model, progress=progress)
+
+
+@command("xray", xray, example="myna xray data/podcast")
+def _(call: Call[Xray], *, as_json: opt.Json = False) -> None:
+    result = call_with_bars(call)
+    if as_json:
+        show_json(result.numbers)
+        return
+    colors = {"good": "green", "bad": "red"}
+    for sentence in result.numbers["verdict"]:
+        mark = Text("● ", colors.get(sentence["kind"], "dim"))
+        console().print(mark.append(f"{sentence['text']}.", "none"), soft_wrap=True)
+    show(*result.numbers["notes"], f"Look and listen:  {result.page}")
+
+
+@report_disk_errors()
+def correct(
+    folder: Annotated[PathLike, option("A folder made by `myna curate` or `myna import`.")],
+    clip: Annotated[str | None, option("Id of a clip, as the X-ray shows it.")] = None,
+    *,
+    text: Annotated[str | None, option("The right text of the clip.")] = None,
+    drop: Annotated[bool, option("Do not use the clip.")] = False,
+    restore: Annotated[bool, option("Use the clip, whatever dropped it.")] = False,
+    speaker: Annotated[str | None, option("The clip's speaker; without a clip A=B: A is the same person as B.")] = None,
+    start: Annotated[float | None, option("Second of the recording at which the clip begins.", least=0)] = None,
+    end: Annotated[float | None, option("Second of the recording at which the clip ends.", least=0)] = None,
+) -> list[str]:
+    """Correct a dataset by hand: add one correction to FOLDER/corrections.jsonl. The later one wins.
+
+    `myna curate --out FOLDER` applies them within seconds; a folder that was not curated has them applied when
+    `myna prepare FOLDER` reads it.
+    """
+    from myna.data.corrections import add_correction, make_correction
+
+    notes: list[str] = []
+    made = make_correction(clip, text=text, drop=drop, restore=restore, speaker=speaker, start=start, end=end)
+    add_correction(Path(folder), made, notes.append)
+    return notes
+
+
+@command("correct", correct, example='myna correct data/podcast podcast/ep1-00042 --text "The right words."')
+def _(call: Call[list[str]]) -> None:
+    notes, folder = call(), Path(call.keywords["folder"])
+    is_curated = (folder / "segments.parquet").is_file()
+    go_on = f"myna curate --out {folder}" if is_curated else f"myna prepare {folder} --model MODEL --out NEW"
+    show(*notes, f"added to {folder / 'corrections.jsonl'}", f"Apply it:  {go_on}")
+
+
+def _paths(sources: PathLike | Sequence[PathLike]) -> list[Path]:
+    return [Path(one) for one in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
+
+
 @report_disk_errors()
 def import_dataset(
     source: opt.Source, out: opt.Out, *, progress: ProgressCallback = silent, **options: Unpack[ImportOptions]
@@ -44,10 +241,8 @@ def import_dataset(
 
 
 @command("import", import_dataset, example="myna import recordings --out data/marta")
-def _(call: Callable[..., DataFolder]) -> None:
-    with progress_bars() as progress:
-        folder = call(progress=progress)
-    show_notes(folder.notes, console())
+def _(call: Call[DataFolder]) -> None:
+    show(*call_with_bars(call).notes)
 
 
 @report_disk_errors()
@@ -89,11 +284,10 @@ def prepare(
 
 
 @command("prepare", prepare, example="myna prepare recordings --out data/marta --model fledgling")
-def _(call: Callable[..., DataFolder]) -> None:
-    with progress_bars() as progress:
-        made = call(progress=progress)
+def _(call: Call[DataFolder]) -> None:
+    made = call_with_bars(call)
     summary = f"{made.utterances} utterances have codes in {made.folder}; {made.encoded} clips were encoded now"
-    show_notes([*made.notes, summary], console())
+    show(*made.notes, summary)
 
 
 @report_disk_errors()
@@ -111,10 +305,10 @@ def split(
 
 
 @command("split", split, example="myna split data/marta --texts 20")
-def _(call: Callable[..., Mapping[str, DataFolder]]) -> None:
-    parts = call()
-    counts = [f"{part.folder}: {part.utterances} utterances" for part in parts.values()]
-    show_notes([*counts, *(note for part in parts.values() for note in part.notes)], console())
+def _(call: Call[dict[str, DataFolder]]) -> None:
+    parts = call().values()
+    show(*(f"{part.folder}: {part.utterances} utterances" for part in parts))
+    show(*(note for part in parts for note in part.notes))
 
 
 def render(
@@ -135,14 +329,11 @@ def render(
 
 @command("render", render, example="myna render data/marta --model fledgling --frames")
 def _(
-    call: partial[list[RenderedSequence]],
-    *,
-    frames: Annotated[bool, option("Show every frame of every clip.")] = False,
+    call: Call[list[RenderedSequence]], *, frames: Annotated[bool, option("Show every frame of every clip.")] = False
 ) -> None:
     """Green is supervised, the rest is context."""
-    from myna.models import open_family
-    from myna.models.token_view import token_view
+    from myna.models import open_family, token_view
 
     family = open_family(call.keywords["model"])
     for sequence in call():
-        console().print(token_view(sequence, family, all_frames=frames), soft_wrap=True)
+        console().print(token_view.token_view(sequence, family, all_frames=frames), soft_wrap=True)

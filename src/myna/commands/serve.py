@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-
-from myna.commands.command import command
-from myna.commands.display import console, show_notes
-from myna.commands.options import BaseModel, Codec, Device, PathLike, StoredWeights, Strength, option
+from myna.commands import options as opt
+from myna.commands.display import show
+from myna.commands.options import PathLike, command, option
 from myna.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from myna.serve.context import ServerSettings
     from myna.serve.messages import EngineInfo
 
@@ -32,14 +29,14 @@ def _(
         ),
     ],
     *,
-    model: BaseModel = None,
-    strength: Strength = 1.0,
-    quantization: StoredWeights = "none",
+    model: opt.BaseModel = None,
+    strength: opt.Strength = 1.0,
+    quantization: opt.StoredWeights = "none",
     exact: Annotated[
         bool, option("Same bits alone and in a crowd, on a GPU too; somewhat slower.", panel="Model")
     ] = False,
-    codec: Codec = None,
-    device: Device = "auto",
+    codec: opt.Codec = None,
+    device: opt.Device = "auto",
     host: Annotated[
         str, option("Address to listen on; 0.0.0.0 is reachable from other machines.", panel=ADDRESS)
     ] = "127.0.0.1",
@@ -48,8 +45,7 @@ def _(
         Sequence[str], option("Name of a proxy in front, to which it answers too; repeatable.", panel=ADDRESS)
     ] = (),
     api_key: Annotated[
-        str | None,
-        Parameter(help="Key that clients must send; better in MYNA_API_KEY.", env_var="MYNA_API_KEY", group=ADDRESS),
+        str | None, option("Key that clients must send; better in MYNA_API_KEY.", env_var="MYNA_API_KEY", panel=ADDRESS)
     ] = None,
     drain_seconds: Annotated[
         float, option("Seconds that running requests get to end after SIGTERM.", panel=ADDRESS, least=0)
@@ -59,8 +55,7 @@ def _(
     ] = 16,
     queue: Annotated[int, option("Requests that wait; more are refused (429).", panel=CAPACITY, least=0)] = 64,
     positions: Annotated[
-        int,
-        option("Longest stream: its reference, text and frames (25 a second) together.", panel=CAPACITY, least=256),
+        int, option("Longest stream: its reference, text and frames (25 a second) together.", panel=CAPACITY, least=256)
     ] = 2048,
     max_characters: Annotated[int, option("Longest text of a request.", panel=CAPACITY, least=1)] = 4096,
     allow_adapter_loading: Annotated[
@@ -71,8 +66,7 @@ def _(
     voices: Annotated[PathLike | None, option("Folder of stored voices, if not your own of `myna voice`.")] = None,
     asr: Annotated[str | None, option("Whisper that checks consents; without one no new voices are taken.")] = None,
     watermark: Annotated[
-        bool,
-        Parameter(negative="--no-watermark", help="Mark all speech. Speech without the mark is logged as such."),
+        bool, option("Mark all speech. Speech without the mark is logged as such.", negative="--no-watermark")
     ] = True,
     ray: Annotated[
         str | None,
@@ -138,21 +132,16 @@ def _(
         allowed_hosts=tuple(allow_host),
     )
     if ray is None:
-        run_server(settings, listener, lambda info: show_server(settings, info, console()))
+        run_server(settings, listener, lambda info: _show_server(settings, info))
         return
     from myna.serve.ray_server import run_on_ray
 
     listener.close()
-    run_on_ray(
-        settings,
-        ray,
-        replicas,
-        haproxy=haproxy,
-        on_ready=lambda info: show_server(settings, info, console(), replicas=replicas),
-    )
+    tell = partial(_show_server, settings, replicas=replicas)
+    run_on_ray(settings, ray, replicas, haproxy=haproxy, on_ready=tell)
 
 
-def show_server(settings: ServerSettings, info: EngineInfo, console: Console, *, replicas: str = "") -> None:
+def _show_server(settings: ServerSettings, info: EngineInfo, *, replicas: str = "") -> None:
     """Print what is served, where, and how to call it; on Ray, with how many replicas."""
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     address, engine = f"http://{host}:{settings.port}", settings.engine
@@ -176,5 +165,4 @@ def show_server(settings: ServerSettings, info: EngineInfo, console: Console, *,
             f"  OpenAI(base_url='{address}/v1', api_key={key}).audio.speech.create(",
             f"    model='{settings.model}', voice='default', input='Good morning.').write_to_file('morning.mp3')",
         ]
-    lines.append(f"Fields: {address}/docs; figures: {address}/metrics. Ctrl+C ends it.")
-    show_notes(lines, console)
+    show(*lines, f"Fields: {address}/docs; figures: {address}/metrics. Ctrl+C ends it.")

@@ -10,30 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
-from rich.table import Table
-
-from myna.commands.command import command
-from myna.commands.display import console, progress_bars, show_notes, show_warnings
-from myna.commands.options import (
-    ASR,
-    BatchSize,
-    Device,
-    Force,
-    ModelOptions,
-    PathLike,
-    SpeakerEncoder,
-    StoredWeights,
-    option,
-)
+from myna.commands import options as opt
+from myna.commands.display import call_with_bars, show, show_table, show_warnings
+from myna.commands.options import PathLike, command, option
 from myna.core.errors import ReferenceWarning, SpeakError
-from myna.core.io import DEFAULT_SPEAKER_ENCODER
+from myna.core.io import DEFAULT_SPEAKER_ENCODER, atomic_write, check_output_file
 from myna.speak import SpeechOptions
 
 if TYPE_CHECKING:
-    from myna.data.codec import Codes
-    from myna.evaluate.takes import RankedTake, TakeRanking
+    from myna.evaluate.takes import TakeRanking
     from myna.models.ref import ModelRef
-    from myna.speak.answering import AnswerModel, DatasetAnswers
+    from myna.speak.answering import AnswerModel
     from myna.speak.engine import Speech
     from myna.speak.voice import MarkedStream, Voice
 
@@ -44,7 +31,7 @@ SINGLE_THREAD_PARAMETERS = 50_000_000
 KeepTakes = Annotated[bool, option("Write the takes that are not the best too: NAME-2.wav, ...", panel=TAKES)]
 
 
-class SpeakOptions(SpeechOptions, ModelOptions, total=False):
+class SpeakOptions(SpeechOptions, opt.ModelOptions, total=False):
     """Options of both commands."""
 
 
@@ -55,7 +42,7 @@ def load(
     codec: str | None = None,
     device: str = "auto",
     strength: float = 1.0,
-    quantization: StoredWeights = "none",
+    quantization: opt.StoredWeights = "none",
     exact: bool = False,
 ) -> Voice:
     """Open a model that speaks: a run or one of its checkpoints, a LoRA adapter of PEFT, or an untuned model; folders,
@@ -87,9 +74,21 @@ def model_ref(source: PathLike, base: str | None) -> ModelRef:
     return ModelRef.find(source) if base is None else ModelRef.find_trained(source, base)
 
 
-@command("speak", example='myna speak "Good morning." --model fledgling --out morning.wav', takes_text=True)
+def _refuse_option(_type: Any, text: str | None) -> None:
+    if text and text.startswith("--") and " " not in text:
+        raise ValueError("There is no such option; --text-file takes any text")
+
+
+@command("speak", example='myna speak "Good morning." --model fledgling --out morning.wav')
 def _(
-    text: Annotated[str | None, option("Words to say; [SPEAKER0] ... [SPEAKER1] ... for several voices.")] = None,
+    text: Annotated[
+        str | None,
+        option(
+            "Words to say; [SPEAKER0] ... [SPEAKER1] ... for several voices.",
+            validator=_refuse_option,
+            allow_leading_hyphen=True,
+        ),
+    ] = None,
     *,
     text_file: Annotated[PathLike | None, option("Read the text from this UTF-8 file instead.")] = None,
     out: Annotated[
@@ -106,7 +105,7 @@ def _(
     ] = False,
     play: Annotated[bool, option("Play it as it is generated, with ffplay, aplay or afplay.", panel=OUTPUT)] = False,
     codes: Annotated[PathLike | None, option("Also write the codes, as .npy.", panel=OUTPUT)] = None,
-    force: Force = False,
+    force: opt.Force = False,
     takes: Annotated[
         int, option("Speak it so many times, with --seed and those after it: NAME-1.wav, ...", panel=TAKES, least=1)
     ] = 1,
@@ -119,14 +118,17 @@ def _(
         ),
     ] = False,
     keep_takes: KeepTakes = False,
-    asr: ASR = None,
-    speaker_encoder: SpeakerEncoder = DEFAULT_SPEAKER_ENCODER,
+    asr: opt.ASR = None,
+    speaker_encoder: opt.SpeakerEncoder = DEFAULT_SPEAKER_ENCODER,
     **options: Unpack[SpeakOptions],
 ) -> None:
     """Speak a text in the voice of a recording, with an untuned model or as a run has tuned it.
 
     A text of more than about 30 s is spoken segment by segment, each continuing the one before. `myna speak-lines`
     speaks the lines of a file."""
+    import numpy as np
+
+    from myna.audio.files import check_audio_suffix
     from myna.speak.request import read_speech_text, speech_request
 
     if (text is None) == (text_file is None):
@@ -143,34 +145,33 @@ def _(
     take_files = _take_files(Path(out), takes) if out is not None else []
     written = [*([best_file] if best_file else []), *(take_files if keep_takes or not best else [])]
     codes_files = _take_files(Path(os.fspath(codes).removesuffix(".npy") + ".npy"), takes) if codes is not None else []
-    _check_files(written, codes_files, [Path(file) for file in inputs], force=force)
+    for file in written:
+        check_audio_suffix(file)
+    for file in (*written, *codes_files):
+        check_output_file(file, inputs=[Path(file) for file in inputs], force=force)
     text = read_speech_text(Path(text_file)) if text_file is not None else str(text)
     speech_request(text, **speech)
     voice = _open_voice(options)
     if stream or play:
         _stream_speech(voice.stream(text, **speech), take_files, play=play, force=force)
         return
-    with progress_bars() as progress:
-        if best:
-            ranking = voice.speak_best(
-                text, takes, asr=asr, speaker_encoder=speaker_encoder, progress=progress, **speech
-            )
-            speeches = []
-        else:
-            speeches = voice.speak_takes(text, takes, progress=progress, **speech)
-    if best:
-        assert best_file is not None
+    if best_file is not None:
+        scorers = {"asr": asr, "speaker_encoder": speaker_encoder}
+        ranking = call_with_bars(voice.speak_best, text, takes, **scorers, **speech)
         ranking.best.save(best_file, force=force)
         for take in ranking.takes[1:] if keep_takes else ():
             if len(take.speech.samples):
                 take.speech.save(take_files[take.number - 1], force=force)
         _show_takes(ranking)
         _show_end(f"{best_file}: ", ranking.best, ranking.best.seconds)
-    for file, one in zip(take_files, speeches, strict=False):
+        return
+    speeches = call_with_bars(voice.speak_takes, text, takes, **speech)
+    for file, one in zip(take_files, speeches, strict=True):
         one.save(file, force=force)
         _show_end(f"{file}: ", one, one.seconds)
     for file, one in zip(codes_files, speeches, strict=False):
-        _save_codes(file, one.codes)
+        with atomic_write(file) as temporary, temporary.open("wb") as opened:
+            np.save(opened, one.codes)
 
 
 @command("speak-lines", example="myna speak-lines lines.txt --run runs/marta --voice Marta --out spoken")
@@ -187,48 +188,44 @@ def _(
     format: Annotated[
         Literal["wav", "flac", "mp3", "ogg", "opus", "m4a"], option("Format of the files.", panel=OUTPUT)
     ] = "wav",
-    batch_size: BatchSize = 16,
-    force: Force = False,
+    batch_size: opt.BatchSize = 16,
+    force: opt.Force = False,
     takes: Annotated[
         int, option("Speak each line so many times and keep the best, as `myna speak --best`.", panel=TAKES, least=1)
     ] = 1,
     keep_takes: KeepTakes = False,
-    asr: ASR = None,
-    speaker_encoder: SpeakerEncoder = DEFAULT_SPEAKER_ENCODER,
+    asr: opt.ASR = None,
+    speaker_encoder: opt.SpeakerEncoder = DEFAULT_SPEAKER_ENCODER,
     **options: Unpack[SpeakOptions],
 ) -> None:
     """Speak the lines of a file into a folder, many at a time. Given again, it goes on where it was interrupted.
 
     Options set what a line does not say itself."""
-    from myna.speak.lines import open_lines
-    from myna.speak.request import unchecked_request
+    from myna.speak import lines, request
 
     if (keep_takes or asr is not None) and takes == 1:
         name = "--keep-takes" if keep_takes else "--asr"
         raise SpeakError(f"{name} chooses among several takes", hint="--takes 4")
     speech = _pick(options, SpeechOptions)
-    defaults = unchecked_request("", **speech)
-    open_lines(Path(file), Path(out), defaults, suffix=f".{format}", force=force)
+    defaults = request.unchecked_request("", **speech)
+    lines.open_lines(Path(file), Path(out), defaults, suffix=f".{format}", force=force)
     voice = _open_voice(options)
-    with progress_bars() as progress:
-        spoken = voice.speak_lines(
-            file,
-            out,
-            takes=takes,
-            asr=asr,
-            speaker_encoder=speaker_encoder,
-            keep_takes=keep_takes,
-            format=format,
-            batch_size=batch_size,
-            force=force,
-            progress=progress,
-            **speech,
-        )
-    seconds = sum(row["seconds"] for row in spoken.rows)
+    spoken = call_with_bars(
+        voice.speak_lines,
+        file,
+        out,
+        takes=takes,
+        asr=asr,
+        speaker_encoder=speaker_encoder,
+        keep_takes=keep_takes,
+        format=format,
+        batch_size=batch_size,
+        force=force,
+        **speech,
+    )
+    show(*spoken.warnings, style="yellow")
     before = f", {spoken.kept} of them before" if spoken.kept else ""
-    for warning in spoken.warnings:
-        console().print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    show_notes([f"{spoken.folder}: {len(spoken.rows)} lines{before}, {seconds:.1f} s"], console())
+    show(f"{spoken.folder}: {len(spoken.rows)} lines{before}, {sum(row['seconds'] for row in spoken.rows):.1f} s")
 
 
 @command("answer", example="myna answer lesson.wav --run runs/learner")
@@ -240,13 +237,12 @@ def _(
     question: Annotated[str | None, option("Question to ask; by default to rate the pronunciation.")] = None,
     out: Annotated[PathLike | None, option("JSONL file for the answers to a prepared folder.", "-o")] = None,
     max_tokens: Annotated[int, option("Longest answer, at which a runaway is cut.", least=1)] = 512,
-    batch_size: BatchSize = 16,
+    batch_size: opt.BatchSize = 16,
     constrained: Annotated[bool, option("Keep answers to the JSON of an assessment: all can be parsed.")] = False,
-    device: Device = "auto",
-    force: Force = False,
+    device: opt.Device = "auto",
+    force: opt.Force = False,
 ) -> None:
     """Answer questions about recordings with a model that listens, or compare its answers with those of a folder."""
-    from myna.core.io import check_output_file
     from myna.data.dataset import DATASET_INFO_FILE
     from myna.models.ref import ModelRef
     from myna.speak.answering import AnswerModel, trained_warnings
@@ -264,22 +260,19 @@ def _(
         for file in (Path(out), AnswerModel.scores_file(out)):
             check_output_file(file, inputs=folder.rglob("*"), force=force)
     answerer = AnswerModel(ModelRef.from_options(run, model), device=device, batch_size=batch_size)
+    settings: dict[str, Any] = {"max_tokens": max_tokens, "constrained": constrained}
     if folder is None or out is None:
-        with progress_bars() as progress:
-            answers = answerer.answer_all(
-                recordings, question, max_tokens=max_tokens, constrained=constrained, progress=progress
-            )
-        show_warnings(trained_warnings(answerer.trained_recordings(recordings)), console(stderr=True))
-        for recording, reply in zip(recordings, answers, strict=True):
-            show_notes([f"{os.fspath(recording)}: {reply.text}"], console())
+        answers = call_with_bars(answerer.answer_all, recordings, question, **settings)
+        show_warnings(trained_warnings(answerer.trained_recordings(recordings)), stderr=True)
+        show(*(f"{os.fspath(one)}: {reply.text}" for one, reply in zip(recordings, answers, strict=True)))
         return
-    with progress_bars() as progress:
-        result = answerer.answer_dataset(
-            folder, out, max_tokens=max_tokens, constrained=constrained, force=force, progress=progress
-        )
-    _show_dataset_answers(result)
+    result = call_with_bars(answerer.answer_dataset, folder, out, force=force, **settings)
+    show_warnings(result.warnings)
+    show(*result.notes)
+    if (table := result.assessment) is not None:
+        show_table(table.header, table.rows, title=table.title)
     exact = f"{result.exact} of {len(result.rows)} answers equal the expected ones, letter for letter"
-    show_notes([f"{os.fspath(out)}: {exact}", f"{answerer.scores_file(out)}: every figure"], console())
+    show(f"{os.fspath(out)}: {exact}", f"{answerer.scores_file(out)}: every figure")
 
 
 def _pick(options: Any, group: type) -> Any:
@@ -297,13 +290,13 @@ def _open_voice(options: SpeakOptions) -> Voice:
     from myna.models.ref import ModelRef
     from myna.speak.request import open_reference
 
-    opened = _pick(options, ModelOptions)
+    opened = _pick(options, opt.ModelOptions)
     if options.get("watermark", True):
         from myna.provenance.credentials import check_installed
 
         check_installed()
     if problems := [problem for file in _references(options) for problem in open_reference(Path(file)).problems]:
-        show_warnings(problems, console(stderr=True))
+        show_warnings(problems, stderr=True)
         warnings.simplefilter("ignore", ReferenceWarning)  # they were shown
     ref = ModelRef.from_options(opened.pop("run", None), opened.pop("model", None))
     gc.disable()  # imported modules are no garbage, and a second would go into looking for some
@@ -356,30 +349,10 @@ def _take_files(file: Path, takes: int) -> list[Path]:
     return [file] if takes == 1 else [file.with_stem(f"{file.stem}-{number}") for number in range(1, takes + 1)]
 
 
-def _check_files(files: list[Path], codes_files: list[Path], inputs: list[Path], *, force: bool) -> None:
-    from myna.audio.files import check_audio_suffix
-    from myna.core.io import check_output_file
-
-    for file in files:
-        check_audio_suffix(file)
-    for file in (*files, *codes_files):
-        check_output_file(file, inputs=inputs, force=force)
-
-
-def _save_codes(file: Path, codes: Codes) -> None:
-    import numpy as np
-
-    from myna.core.io import atomic_write
-
-    with atomic_write(file) as temporary, temporary.open("wb") as opened:
-        np.save(opened, codes)
-
-
 def _stream_speech(stream: MarkedStream, files: list[Path], *, play: bool, force: bool) -> None:
     """Play samples, or write them to standard output, as they come; and to a file if one is wanted."""
     import numpy as np
 
-    from myna.core.io import check_output_file
     from myna.provenance.credentials import write_speech
     from myna.speak.playback import open_player, open_standard_output
 
@@ -401,39 +374,20 @@ def _show_end(name: str, speech: Speech | MarkedStream, seconds: float, *, stder
     end = "stopped by itself" if speech.finish_reason == "stop" else "it did not find its end"
     style = "none" if speech.finish_reason == "stop" and not speech.warnings else "yellow"
     unmarked = ", without a watermark" if speech.origin is not None and not speech.origin.watermark else ""
-    for line in (f"{name}{seconds:.2f} s, {end}{unmarked}", *speech.warnings):
-        console(stderr=stderr).print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+    show(f"{name}{seconds:.2f} s, {end}{unmarked}", *speech.warnings, style=style, stderr=stderr)
 
 
 def _show_takes(ranking: TakeRanking) -> None:
     """Print takes, the best first, with the metrics that were measured, and a note for each that was not."""
-    columns: dict[str, list[str | float | None]] = {
-        "word errors": [_word_errors(take) for take in ranking.takes],
-        "similarity": [take.scores.similarity for take in ranking.takes],
-        "DistillMOS": [take.scores.distillmos for take in ranking.takes],
-        "DNSMOS": [take.scores.dnsmos for take in ranking.takes],
-    }
-    measured = {title: cells for title, cells in columns.items() if any(cell is not None for cell in cells)}
-    table = Table("take", "seconds", "end", *measured)
-    for place, take in enumerate(ranking.takes):
+    rows = []
+    for take in ranking.takes:
         end = "stopped by itself" if take.speech.stopped else "it did not find its end"
-        cells = [cells[place] for cells in measured.values()]
-        shown = [f"{cell:.3f}" if isinstance(cell, float) else cell or "" for cell in cells]
-        table.add_row(str(take.number), f"{take.speech.seconds:.2f}", ", ".join([end, *take.defects]), *shown)
-    console().print(table)
-    show_notes(ranking.notes, console())
-
-
-def _word_errors(take: RankedTake) -> str | None:
-    return None if take.scores.word_errors is None else f"{take.scores.word_errors} of {take.scores.words}"
-
-
-def _show_dataset_answers(answers: DatasetAnswers) -> None:
-    """Print warnings, and the metrics of answers that are assessments."""
-    show_warnings(answers.warnings, console())
-    show_notes(answers.notes, console())
-    if answers.assessment is not None:
-        table = Table(*answers.assessment.header, title=answers.assessment.title)
-        for cells in answers.assessment.rows:
-            table.add_row(*cells)
-        console().print(table)
+        row: dict[str, str] = {"take": str(take.number), "seconds": f"{take.speech.seconds:.2f}"}
+        row["end"] = ", ".join([end, *take.defects])
+        if (scores := take.scores).word_errors is not None:
+            row["word errors"] = f"{scores.word_errors} of {scores.words}"
+        measures = {"similarity": scores.similarity, "DistillMOS": scores.distillmos, "DNSMOS": scores.dnsmos}
+        rows.append(row | {title: f"{value:.3f}" for title, value in measures.items() if value is not None})
+    header = list(dict.fromkeys(title for row in rows for title in row))
+    show_table(header, [[row.get(title, "") for title in header] for row in rows])
+    show(*ranking.notes)

@@ -1,4 +1,4 @@
-"""`myna train` and `myna recipes`: from a recipe to a run folder."""
+"""`myna train`, `recipes` and `demo`: from a recipe to a run folder, and all steps on one voice with a page."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
 from rich.table import Table
 
-from myna.commands.command import command
-from myna.commands.display import TrainingDisplay, console
-from myna.commands.options import Force, PathLike, SettingOverrides, Settings, option
+from myna.commands import options as opt
+from myna.commands.display import TrainingDisplay, console, show, show_table
+from myna.commands.options import Call, PathLike, command, option
 from myna.core.errors import ConfigError
+from myna.core.io import check_output_file, save_text
 from myna.core.progress import ProgressCallback, silent
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from myna.core.config import Recipe
     from myna.core.run_folder import Run
+    from myna.demo.run import DemoResult
     from myna.train.loop import TrainingObserver
-
-GPUs = Annotated[int, option("GPUs of this machine to use, a process each.", least=1)]
 
 
 def train(
@@ -36,8 +37,8 @@ def train(
     evaluation: Annotated[PathLike | None, option("Short for `data.evaluation`.")] = None,
     steps: Annotated[int | None, option("Short for `train.steps`.", least=1)] = None,
     out: Annotated[PathLike | None, option("Run folder; runs/NAME by default.", "-o")] = None,
-    settings: Settings = (),
-    gpus: GPUs = 1,
+    settings: opt.Settings = (),
+    gpus: Annotated[int, option("GPUs of this machine to use, a process each.", least=1)] = 1,
     dry_run: Annotated[bool, option("Check everything, plan the memory, train nothing.")] = False,
     progress: ProgressCallback = silent,
     observer: TrainingObserver | None = None,
@@ -61,7 +62,7 @@ def train(
 def resume(
     run: PathLike,
     *,
-    settings: SettingOverrides = (),
+    settings: opt.SettingOverrides = (),
     gpus: int = 1,
     progress: ProgressCallback = silent,
     observer: TrainingObserver | None = None,
@@ -77,21 +78,19 @@ def resume(
 
 
 def _start(run: Run, observer: TrainingObserver | None, **options: Any) -> Run:
-    from myna.evaluate.callback import SpeechEvaluation
-    from myna.evaluate.model_card import write_run_card
+    from myna.evaluate import callback, model_card
     from myna.train.launch import start_training
 
-    evaluation = SpeechEvaluation.from_recipe
-    return start_training(run, observer, open_evaluation=evaluation, describe=write_run_card, **options)
+    open_evaluation, describe = callback.SpeechEvaluation.from_recipe, model_card.write_run_card
+    return start_training(run, observer, open_evaluation=open_evaluation, describe=describe, **options)
 
 
 @command("train", train, example="myna train --model fledgling --data data/marta --steps 60")
 def _(
-    call: partial[Run],
+    call: Call[Run],
     *,
     stopped: Annotated[
-        PathLike | None,
-        Parameter(name="--resume", help="Continue this run; with --set train.steps=... for longer."),
+        PathLike | None, option("Continue this run; with --set train.steps=... for longer.", name="--resume")
     ] = None,
 ) -> None:
     options, run_training = dict(call.keywords), call
@@ -118,18 +117,13 @@ def _(
     with TrainingDisplay(shown=leads and gpus == 1) as display:
         run = run_training(progress=display.progress, observer=display)
     if leads and gpus == 1 and not options.get("dry_run") and run.is_finished:
-        console().print(f"\nTry it:  {_next_command(run)}", soft_wrap=True)
+        from myna.models import base, open_family
 
-
-def _next_command(run: Run) -> str:
-    from myna.models import open_family
-    from myna.models.base import SpeakingFamily
-
-    source = run.recipe.model
-    family = open_family(source.source, revision=source.revision, codec=source.codec)
-    if isinstance(family, SpeakingFamily):
-        return f'myna speak "your words" --run {run.folder} --reference REF.wav --reference-text "..." -o out.wav'
-    return f"myna answer RECORDING.wav --run {run.folder}"
+        source = run.recipe.model
+        family = open_family(source.source, revision=source.revision, codec=source.codec)
+        speak = f'myna speak "your words" --run {run.folder} --reference REF.wav --reference-text "..." -o out.wav'
+        is_speaking = isinstance(family, base.SpeakingFamily)
+        show("", f"Try it:  {speak if is_speaking else f'myna answer RECORDING.wav --run {run.folder}'}")
 
 
 @command("recipes", example="myna recipes higgs_v2_lora_24gb --out mine.yaml")
@@ -137,17 +131,22 @@ def _(
     name: Annotated[str | None, option("A recipe to print; all are listed if left out.")] = None,
     *,
     out: Annotated[PathLike | None, option("Copy it to this file, to change it.", "-o")] = None,
-    force: Force = False,
+    force: opt.Force = False,
 ) -> None:
     """List the recipes that ship, print one, or copy one to start from. `myna train NAME` takes their names too."""
     from myna.core.config import shipped_recipes
-    from myna.core.io import check_output_file, save_text
 
     shipped = shipped_recipes()
     if name is None:
         if out is not None:
             raise ConfigError("--out copies one recipe", hint="myna recipes NAME --out mine.yaml")
-        _show_recipes(shipped)
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True, style="bold")
+        for known, path in shipped.items():
+            lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+            comment = " ".join(line.lstrip("# ") for line in lines)
+            table.add_row(known, comment.partition(". ")[0].rstrip("."))
+        console().print(table)
         return
     if name not in shipped:
         raise ConfigError(f"no recipe {name} ships", hint=f"name one of {', '.join(shipped)}")
@@ -157,15 +156,72 @@ def _(
         return
     check_output_file(Path(out), force=force)
     save_text(Path(out), content)
-    console().print(f"{os.fspath(out)}: change it, then myna train {os.fspath(out)}", soft_wrap=True)
+    show(f"{os.fspath(out)}: change it, then myna train {os.fspath(out)}")
 
 
-def _show_recipes(recipes: Mapping[str, Path]) -> None:
-    """Print each recipe with the comment it begins with."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, style="bold")
-    for name, path in recipes.items():
-        lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
-        comment = " ".join(line.lstrip("# ") for line in lines)
-        table.add_row(name, comment.partition(". ")[0].rstrip("."))
-    console().print(table)
+@command("demo", example="myna demo --voice recordings --out demo-mine")
+def _(
+    out: Annotated[PathLike, option("Folder to write.", "-o")] = "demo",
+    *,
+    voice: Annotated[
+        str | None, option("Your recordings, in any layout that `myna prepare` reads; at least 8 clips.")
+    ] = None,
+    format: opt.Layout = None,
+    language: opt.Language = "",
+    model: Annotated[str, option("Hub name or folder of the model.", "-m")] = "fledgling",
+    asr: opt.ASR = None,
+    seed: opt.Seed = 0,
+    settings: opt.Settings = (),
+    strength: Annotated[
+        float | None, option("Scale of the LoRA when speaking; if not given, by the model.", least=0)
+    ] = None,
+) -> None:
+    """Fine-tune a voice and hear it before and after: recordings, codes, a LoRA, evaluation, and a page."""
+    from myna.demo.run import run_demo
+
+    with DemoDisplay() as display:
+        result = run_demo(
+            Path(out),
+            voice=voice,
+            format=format,
+            language=language,
+            model=model,
+            asr=asr,
+            seed=seed,
+            settings=list(settings),
+            strength=strength,
+            progress=display.progress,
+            observer=display,
+        )
+    show_demo(result)
+
+
+class DemoDisplay(TrainingDisplay):
+    """Training display that shows one bar at a time, of the stage that is running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stages: dict[str, TaskID] = {}
+
+    def on_start(self, steps: int, done: int) -> None:
+        self._hide_finished()
+        super().on_start(steps, done)
+
+    def progress(self, stage: str, done: int, total: int | None) -> None:
+        if stage not in self._stages:
+            self._hide_finished()
+            self._stages[stage] = self._bars.add_task(stage, total=total, state="")
+        self._bars.update(self._stages[stage], completed=done, total=total)
+
+    def _hide_finished(self) -> None:
+        for task in self._bars.task_ids:
+            self._bars.update(task, visible=False)
+
+
+def show_demo(result: DemoResult) -> None:
+    """Print the table of scores, the metrics that are missing, and the next command."""
+    show_table(*result.score_table())
+    minutes, gigabytes = sum(result.seconds.values()) / 60, result.peak_memory_bytes / 1e9
+    show(*result.unmeasured, f"{minutes:.1f} minutes, at most {gigabytes:.1f} GB of memory")
+    show(f"Open {result.folder / 'report.html'}")
+    show("Go on with your own recordings: myna demo --voice FOLDER --out demo-mine")

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from myna.commands.command import command
-from myna.commands.display import console, show_notes, show_warnings
-from myna.commands.options import Device, Json, PathLike, SpeakerEncoder, option
+from myna.commands import options as opt
+from myna.commands.display import show, show_json, show_table, show_warnings
+from myna.commands.options import Call, PathLike, command, option
+from myna.core.errors import AudioError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER
 
 if TYPE_CHECKING:
@@ -28,21 +23,19 @@ VoiceName = Annotated[str, option("Name or id of a voice.")]
 def add_voice(
     name: Annotated[str, option("Name of the voice: that of its speaker, as the consent says it.")],
     recordings: Annotated[
-        Sequence[PathLike], Parameter(name="--recording", help="A few seconds of the voice, at most 60; repeatable.")
+        Sequence[PathLike], option("A few seconds of the voice, at most 60; repeatable.", name="--recording")
     ],
     consent: Annotated[
-        PathLike,
-        Parameter(name="--consent", help="Recording of `myna voice consent-sentence NAME`, read aloud today."),
+        PathLike, option("Recording of `myna voice consent-sentence NAME`, read aloud today.", name="--consent")
     ],
     *,
     language: Annotated[str, option("Language of the consent and the recordings: en, ar, vi ...")] = "en",
     texts: Annotated[
-        Sequence[str],
-        Parameter(name="--text", help="Transcript of each recording; by default of the ASR; repeatable."),
+        Sequence[str], option("Transcript of each recording; by default of the ASR; repeatable.", name="--text")
     ] = (),
     asr: Annotated[str, option("Name or folder of a Whisper, which checks the words.")] = "base",
-    speaker_encoder: SpeakerEncoder = DEFAULT_SPEAKER_ENCODER,
-    device: Device = "auto",
+    speaker_encoder: opt.SpeakerEncoder = DEFAULT_SPEAKER_ENCODER,
+    device: opt.Device = "auto",
 ) -> StoredVoice:
     """Store a voice under a name, once the consent of its speaker is checked: the words of the sentence by speech
     recognition, the voice by a speaker encoder against the recordings. `myna speak --voice NAME` uses it."""
@@ -63,24 +56,33 @@ def add_voice(
 
 
 @command("voice add", add_voice, example='myna voice add "Marta Gil" --recording marta.wav --consent marta-consent.wav')
-def _(call: Callable[..., StoredVoice]) -> None:
+def _(call: Call[StoredVoice]) -> None:
     voice = call()
-    show_voices([voice], console())
-    show_notes([f'myna speak "your words" --voice "{voice.name}" --model MODEL -o out.wav'], console())
+    _show_voices([voice])
+    show(f'myna speak "your words" --voice "{voice.name}" --model MODEL -o out.wav')
 
 
 @command("voice list", example="myna voice list")
-def _(*, as_json: Json = False) -> None:
+def _(*, as_json: opt.Json = False) -> None:
     """List the stored voices."""
     from myna.provenance.voice_store import VoiceStore
 
     voices = VoiceStore().list_voices()
     if as_json:
-        print(json.dumps([voice.model_dump(mode="json") for voice in voices], indent=2, ensure_ascii=False))
+        show_json([voice.model_dump(mode="json") for voice in voices])
     elif voices:
-        show_voices(voices, console())
+        _show_voices(voices)
     else:
-        show_notes(["no voices yet: myna voice consent-sentence NAME, then myna voice add NAME"], console())
+        show("no voices yet: myna voice consent-sentence NAME, then myna voice add NAME")
+
+
+def _show_voices(voices: Sequence[StoredVoice]) -> None:
+    rows = []
+    for voice in voices:
+        added = datetime.fromtimestamp(voice.created_at, UTC).strftime("%Y-%m-%d")
+        similarity = f"{min(voice.checks['similarities']):.2f}"
+        rows.append([voice.name, voice.language, str(len(voice.recordings)), similarity, added])
+    show_table(["name", "language", "recordings", "similarity", "added"], rows)
 
 
 @command("voice show", example='myna voice show "Marta Gil"')
@@ -96,7 +98,7 @@ def _(name: VoiceName) -> None:
     """Remove a voice, its recordings and its consent from this machine. Its speech stays in the log."""
     from myna.provenance.voice_store import VoiceStore
 
-    show_notes([f"{VoiceStore().remove_voice(name).name}: removed"], console())
+    show(f"{VoiceStore().remove_voice(name).name}: removed")
 
 
 def consent_sentence(
@@ -106,15 +108,14 @@ def consent_sentence(
 ) -> str:
     """Return the sentence that a speaker reads aloud to agree to a stored voice. It has two words of the day: record it
     today."""
-    from myna.provenance.consent import sentence_of_day
-    from myna.provenance.voice_store import check_voice_name
+    from myna.provenance import consent, voice_store
 
-    check_voice_name(name)
-    return sentence_of_day(name, language).text
+    voice_store.check_voice_name(name)
+    return consent.sentence_of_day(name, language).text
 
 
 @command("voice consent-sentence", consent_sentence, example='myna voice consent-sentence "Marta Gil"')
-def _(call: Callable[..., str]) -> None:
+def _(call: Call[str]) -> None:
     print(call())
 
 
@@ -130,36 +131,32 @@ def _(
     files: Annotated[Sequence[PathLike], option("Recordings in any format.")],
     *,
     device: Annotated[str, option("cpu or cuda.")] = "cpu",
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> int:
     """Tell whether recordings were spoken by a model: look for the watermark, the content credentials and an entry in
     this machine's log.
 
     Exit code 0 if every file is marked, or signed as speech of a model; 1 if one is neither; 2 if one cannot be read.
     A recording without a mark may still be synthetic: docs/guides/provenance.md says what removes it."""
-    from myna.core.errors import AudioError
-
     found, failures = [], list[str]()
     for file in files:
         try:
             found.append(detect(file, device=device))
+            if not as_json:
+                _show_detection(found[-1])
         except AudioError as error:
             failures.append(error.what)
-        else:
-            if not as_json:
-                show_detection(found[-1], console())
     if as_json:
-        print(json.dumps([one.to_json() for one in found], indent=2, ensure_ascii=False))
-    show_warnings(failures, console(stderr=True))
+        show_json([one.to_json() for one in found])
+    show_warnings(failures, stderr=True)
     return 2 if failures else 0 if all(one.is_synthetic for one in found) else 1
 
 
-def show_detection(found: Detection, console: Console) -> None:
+def _show_detection(found: Detection) -> None:
     """Print what was found in a file, and who signed it."""
     parts = [span for span in found.spans if span.score > 0.5]
-    mark = (
-        f"marked (score {max(span.score for span in parts):.2f})" if parts else f"not marked (score {found.score:.2f})"
-    )
+    score = max((span.score for span in parts), default=found.score)
+    mark = f"{'marked' if parts else 'not marked'} (score {score:.2f})"
     if 0 < len(parts) < len(found.spans):
         mark += f", in {', '.join(f'{span.start:.0f}-{span.end:.0f} s' for span in parts)}"
     lines, known = [f"{found.file}: {mark}"], found.credentials
@@ -174,16 +171,4 @@ def show_detection(found: Detection, console: Console) -> None:
     if found.logged is not None:
         lines.append(f"  spoken here: {found.logged['time']}, voice {found.logged['voice'] or 'of the model'}")
     style = "yellow" if known is not None and known.state == "invalid" else "none"
-    for line in lines:
-        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def show_voices(voices: Sequence[StoredVoice], console: Console) -> None:
-    """Print stored voices, a row each."""
-    table = Table("name", "language", "recordings", "similarity", "added")
-    for voice in voices:
-        added = datetime.fromtimestamp(voice.created_at, UTC).strftime("%Y-%m-%d")
-        similarity = f"{min(voice.checks['similarities']):.2f}"
-        cells = (voice.name, voice.language, str(len(voice.recordings)), similarity, added)
-        table.add_row(*map(Text, cells))
-    console.print(table)
+    show(*lines, style=style)
