@@ -28,6 +28,7 @@ from myna.data.corrections import (
     apply_hand_decisions,
     check_correction,
     correct_utterances,
+    list_speaker_clips,
     load_corrections,
 )
 from myna.data.manifest import Span, Utterance
@@ -73,10 +74,11 @@ def logs(draw: st.DrawFn, table: pa.Table) -> list[Correction]:
         ]
         one = draw(st.sampled_from(choices))
         try:
-            check_correction(apply_hand_decisions(apply_corrections(table, log), log), log, one)
+            corrected = apply_hand_decisions(apply_corrections(table, log), log)
+            check_correction(corrected, log, one)
         except DataError:
             continue
-        log.append(one)
+        log.append(list_speaker_clips(corrected, log, one) if draw(st.booleans()) else one)
     return log
 
 
@@ -199,9 +201,11 @@ def small_table() -> pa.Table:
         (ClipDrop(clip="z"), "there is no clip z"),
         (ClipRestore(clip="c"), "c is a gap"),
         (ClipRestore(clip="d"), "d has no text"),
-        (SpeakerMerge(speaker="anna", into="zoe"), "there is no speaker zoe"),
+        (SpeakerMerge(speaker="zoe", into="anna"), "there is no speaker zoe"),
+        (SpeakerMerge(speaker="anna", into="speaker-9"), "there is no speaker speaker-9"),
+        (SpeakerCorrection(clip="a", speaker="speaker-9"), "there is no speaker speaker-9"),
         (SpeakerMerge(speaker="anna", into="anna"), "one speaker already"),
-        (SpeakerMerge(speaker="ben", into="clara"), "clara was merged into anna"),
+        (SpeakerMerge(speaker="anna", into="clara"), "clara was merged into anna"),
         (EdgeMove(clip="b", start_ms=2000), "b stays at 3000 to 5000 ms: it can lie between 3000 and 6000"),
         (EdgeMove(clip="b", end_ms=6001), "stays"),
         (EdgeMove(clip="b", start_ms=4000, end_ms=4000), "stays"),
@@ -210,6 +214,40 @@ def small_table() -> pa.Table:
 def test_what_can_have_no_effect_is_refused(correction: Correction, words: str) -> None:
     with pytest.raises(DataError, match=words):
         check_correction(small_table(), [SpeakerMerge(speaker="clara", into="anna")], correction)
+
+
+def numbered(*names: str) -> pa.Table:
+    """Clips a to d of four lengths; another decision gives them other names."""
+    rows = [
+        segment(id, "r", 10_000 * place, 10_000 * place + 1000 * (place + 1), speaker=name, text="Words.")
+        for place, (id, name) in enumerate(zip("abcd", names, strict=True))
+    ]
+    return segments_table(rows)
+
+
+def test_corrections_of_speakers_stay_with_their_people_when_these_are_numbered_anew() -> None:
+    before = numbered("speaker-1", "speaker-2", "speaker-3", "speaker-3")
+    log: list[Correction] = []
+    for correction in (
+        SpeakerMerge(speaker="speaker-3", into="speaker-2"),
+        SpeakerMerge(speaker="speaker-1", into="anna"),
+        SpeakerCorrection(clip="d", speaker="anna"),
+    ):
+        corrected = apply_corrections(before, log)
+        check_correction(corrected, log, correction)
+        log.append(list_speaker_clips(corrected, log, correction))
+    assert apply_corrections(before, log)["speaker"].to_pylist() == ["anna", "speaker-2", "speaker-2", "anna"]
+    after = apply_corrections(numbered("speaker-3", "speaker-1", "speaker-2", "speaker-2"), log)
+    assert after["speaker"].to_pylist() == ["anna", "speaker-1", "speaker-1", "anna"]
+    assert apply_corrections(after, log)["speaker"].equals(after["speaker"])
+
+
+def test_a_merge_whose_clips_are_gone_is_told_and_moves_nobody() -> None:
+    table = numbered("speaker-1", "speaker-2", "speaker-1", "speaker-2")
+    merge = SpeakerMerge(speaker="speaker-1", into="speaker-2", clips=("x", "y"), into_clips=("b",))
+    told: list[str] = []
+    assert apply_corrections(table, [merge], told.append)["speaker"].equals(table["speaker"])
+    assert "there are no clips of speaker-1 any more" in told[0]
 
 
 def test_a_corrected_text_is_normalised_in_its_language() -> None:

@@ -1,11 +1,14 @@
 """Corrections of a dataset by hand: an append-only log (`corrections.jsonl`), applied to tables and utterances.
 
 A correction is a line of JSON: another text, a clip dropped or restored, another speaker, two speakers merged, edges
-moved. The later one wins. Applying the log twice gives the same result as applying it once.
+moved. The later one wins. Applying the log twice gives the same result as applying it once. Names such as `speaker-3`
+change with every decision, so a correction of a speaker also lists clips of that person, by which they are found again.
 """
 
 import math
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,6 +32,10 @@ from myna.text.spoken_forms import normalise_spoken_text
 
 CORRECTIONS_FILE = "corrections.jsonl"
 LOCK_FILE = ".corrections.lock"
+AUTOMATIC_SPEAKER = re.compile(r"speaker-\d+")
+"""Names that curation gives to speakers, by their seconds of speech: another decision gives them to others."""
+MAX_SPEAKER_CLIPS = 20
+"""Maximum number of clips by which a speaker is found again, the longest ones."""
 NEEDED_COLUMNS = [name for name in SCHEMA.names if name not in ("embedding", "fingerprint")]
 CORRECTED = "corrected"
 """Value of `text_source` for a text that a person gave."""
@@ -74,19 +81,22 @@ class ClipRestore(_CorrectionLine):
 
 
 class SpeakerCorrection(_CorrectionLine):
-    """The right speaker of a clip."""
+    """The right speaker of a clip; `clips` are others of theirs."""
 
     action: Literal["speaker"] = "speaker"
     clip: Name
     speaker: Name
+    clips: tuple[Name, ...] = ()
 
 
 class SpeakerMerge(_CorrectionLine):
-    """Two speaker names for the same person."""
+    """Two speaker names for the same person, and clips of each. `into` may be a new name."""
 
     action: Literal["merge"] = "merge"
     speaker: Name
     into: Name
+    clips: tuple[Name, ...] = ()
+    into_clips: tuple[Name, ...] = ()
 
 
 class EdgeMove(_CorrectionLine):
@@ -215,7 +225,7 @@ def apply_corrections(table: pa.Table, corrections: Sequence[Correction], notify
             notify(f"there is no clip {clip} any more: its correction ({correction.action}) has no effect")
     texts = {rows[c.clip]: c.text for c in corrections if isinstance(c, TextCorrection) and c.clip in rows}
     table = _set_texts(table, texts)
-    table = _set_speakers(table, corrections, rows)
+    table = _set_speakers(table, corrections, rows, notify)
     moves = [(rows[c.clip], c.start_ms, c.end_ms) for c in corrections if isinstance(c, EdgeMove) and c.clip in rows]
     return move_edges(table, moves, notify) if moves else table
 
@@ -243,14 +253,16 @@ def is_corrected(table: pa.Table, corrections: Sequence[Correction]) -> bool:
 def check_correction(table: pa.Table, corrections: Sequence[Correction], correction: Correction) -> None:
     """Raise an error for a correction that would have no effect on a table to which `corrections` were applied."""
     if isinstance(correction, SpeakerMerge | SpeakerCorrection):
-        target = correction.into if isinstance(correction, SpeakerMerge) else correction.speaker
-        merged = {c.speaker: c.into for c in corrections if isinstance(c, SpeakerMerge)}
-        if target in merged:
-            raise DataError(f"{target} was merged into {merged[target]}", hint=f"use {merged[target]} instead")
-    if isinstance(correction, SpeakerMerge):
+        named = [correction.into, correction.speaker] if isinstance(correction, SpeakerMerge) else [correction.speaker]
         speakers = sorted(set(filter(None, table["speaker"].unique().to_pylist())))
-        for name in {correction.speaker, correction.into}.difference(speakers):
-            raise DataError(f"there is no speaker {name}", hint=f"the speakers are {', '.join(speakers[:20])}")
+        merged = {c.speaker: c.into for c in corrections if isinstance(c, SpeakerMerge) and c.speaker not in speakers}
+        if named[0] in merged:
+            raise DataError(f"{named[0]} was merged into {merged[named[0]]}", hint=f"use {merged[named[0]]} instead")
+        unknown = [name for name in named[1:] if name not in speakers]
+        unknown += [name for name in named[:1] if name not in speakers and AUTOMATIC_SPEAKER.fullmatch(name)]
+        if unknown:
+            raise DataError(f"there is no speaker {unknown[0]}", hint=f"the speakers are {', '.join(speakers[:20])}")
+    if isinstance(correction, SpeakerMerge):
         if correction.speaker == correction.into:
             raise DataError(f"{correction.speaker} is one speaker already", hint="name two: --speaker A=B")
         return
@@ -278,7 +290,9 @@ class _RowIndex(dict[str, int]):
     def __init__(self, table: pa.Table, corrections: Iterable[Correction]) -> None:
         import pyarrow.compute as pc
 
-        clips = sorted({c.clip for c in corrections if not isinstance(c, SpeakerMerge | TornLine)})
+        fields = (getattr(c, name, ()) for c in corrections for name in ("clips", "into_clips"))
+        named = {c.clip for c in corrections if not isinstance(c, SpeakerMerge | TornLine)}
+        clips = sorted(named.union(*fields))
         found = pc.index_in(pa.array(clips, pa.string()), value_set=table["id"].combine_chunks()).to_pylist()
         super().__init__((clip, row) for clip, row in zip(clips, found, strict=True) if row is not None)
 
@@ -304,27 +318,53 @@ def _set_texts(table: pa.Table, texts: dict[int, str]) -> pa.Table:
     return set_columns(table, columns)
 
 
-def _set_speakers(table: pa.Table, corrections: Sequence[Correction], rows: _RowIndex) -> pa.Table:
+def _set_speakers(table: pa.Table, corrections: Sequence[Correction], rows: _RowIndex, notify: Notify) -> pa.Table:
     changes = [c for c in corrections if isinstance(c, SpeakerMerge | SpeakerCorrection)]
     if not changes:
         return table
     encoded = table["speaker"].combine_chunks().dictionary_encode()
     codes = encoded.indices.to_numpy(zero_copy_only=False).copy()
     names = encoded.dictionary.to_pylist()
-    numbers = {name: number for number, name in enumerate(names)}
+    # A clip that was moved by itself tells nothing about its former speaker.
+    moved = {change.clip for change in changes if isinstance(change, SpeakerCorrection)}
 
-    def number(name: str) -> int:
-        if name not in numbers:
-            numbers[name] = len(names)
+    def find(name: str, clips: Sequence[str]) -> int | None:
+        """Return the speaker of most of these clips, or without clips the one of that name, who may be new."""
+        if votes := Counter(int(codes[rows[clip]]) for clip in clips if clip in rows and clip not in moved):
+            return votes.most_common(1)[0][0]
+        if clips and AUTOMATIC_SPEAKER.fullmatch(name):
+            notify(f"there are no clips of {name} any more by which to find them: their correction has no effect")
+            return None
+        if name not in names:
             names.append(name)
-        return numbers[name]
+        return int(names.index(name))
 
     for change in changes:
         if isinstance(change, SpeakerMerge):
-            codes[codes == number(change.speaker)] = number(change.into)
-        elif change.clip in rows:
-            codes[rows[change.clip]] = number(change.speaker)
+            speaker, target = find(change.speaker, change.clips), find(change.into, change.into_clips)
+            if speaker is not None and target is not None:
+                codes[codes == speaker] = target
+        elif change.clip in rows and (target := find(change.speaker, change.clips)) is not None:
+            codes[rows[change.clip]] = target
     return set_columns(table, {"speaker": np.array(names, object)[codes]})
+
+
+def list_speaker_clips(table: pa.Table, corrections: Sequence[Correction], correction: Correction) -> Correction:
+    """Return a correction with the clips of the speakers that it names. `corrections` were applied to the table."""
+    if not isinstance(correction, SpeakerMerge | SpeakerCorrection):
+        return correction
+    moved = {one.clip for one in (*corrections, correction) if isinstance(one, SpeakerCorrection)}
+    rows = table.select(["id", "kind", "speaker", "start_ms", "end_ms"]).to_pylist()
+
+    def clips_of(speaker: str) -> tuple[str, ...]:
+        own = [one for one in rows if (one["kind"], one["speaker"]) == ("clip", speaker) and one["id"] not in moved]
+        own.sort(key=lambda one: one["start_ms"] - one["end_ms"])
+        return tuple(one["id"] for one in own[:MAX_SPEAKER_CLIPS])
+
+    found = {"clips": clips_of(correction.speaker)}
+    if isinstance(correction, SpeakerMerge):
+        found["into_clips"] = clips_of(correction.into)
+    return correction.model_copy(update=found)
 
 
 # Folders
@@ -336,10 +376,11 @@ def add_correction(folder: Path, correction: Correction, notify: Notify = lambda
     if (folder / TABLE_FILE).is_file():
         table = pq.read_table(folder / TABLE_FILE, columns=NEEDED_COLUMNS)
         table = apply_hand_decisions(apply_corrections(table, corrections), corrections)
+        listed = list_speaker_clips(table, corrections, correction)
     else:
-        table = _manifest_table(folder, corrections, correction)
+        table, listed = _manifest_table(folder, corrections, correction), correction
     check_correction(table, corrections, correction)
-    append_correction(folder, correction)
+    append_correction(folder, listed)
 
 
 def _manifest_table(folder: Path, corrections: Sequence[Correction], correction: Correction) -> pa.Table:
