@@ -203,7 +203,7 @@ def test_no_voice_without_a_consent_check(web: httpx2.Client) -> None:
         data = {"name": "Marta", "consent": "cons_1", "language": "en"}
         response = web.post(path, data=data, files={field: ("a.wav", b"RIFF", "audio/wav")})
         assert check_error(response, 403, "no recogniser")["code"] == "consent_checks_unavailable"
-    assert web.get("/v1/audio/voices").json()["voices"] == ["default"]
+    assert web.get("/v1/audio/voices").json()["voices"] == [{"id": "default", "name": "default"}]
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])

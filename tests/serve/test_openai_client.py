@@ -16,7 +16,7 @@ import pytest
 
 from myna.audio.files import pcm16, read_audio
 from myna.models.ref import ModelRef
-from myna.serve.schemas import AudioFormat
+from myna.serve.schemas import TELEPHONY_RATES
 from myna.serve.transcoding import MEDIA_TYPES
 from myna.speak.loading import load_engine
 from myna.speak.request import SpeechRequest
@@ -69,8 +69,8 @@ def test_the_client_by_default_gets_mp3(client: openai.OpenAI, expected: bytes, 
     assert len(read_audio(tmp_path / "speech.mp3")) == pytest.approx(len(expected) // 2, abs=3000)
 
 
-@pytest.mark.parametrize("format", MEDIA_TYPES)
-def test_every_format_decodes_to_the_speech(client: openai.OpenAI, expected: bytes, format: AudioFormat) -> None:
+@pytest.mark.parametrize("format", [format for format in MEDIA_TYPES if format not in TELEPHONY_RATES])
+def test_every_format_decodes_to_the_speech(client: openai.OpenAI, expected: bytes, format: Any) -> None:
     response = client.audio.speech.create(model="fledgling", voice="default", input=TEXT, response_format=format)
     assert response.response.headers["content-type"] == MEDIA_TYPES[format]
     samples, original = decode(response.content, format), decode(expected, "pcm")

@@ -20,7 +20,7 @@ from myna.audio.files import Samples, pcm16, read_audio
 from myna.provenance.credentials import read_credentials
 from myna.provenance.speech_log import SpeechOrigin
 from myna.serve import transcoding
-from myna.serve.schemas import AudioFormat
+from myna.serve.schemas import AudioFormat, SpeechSettings
 from myna.serve.speech_routes import _finished_file
 from myna.serve.transcoding import MEDIA_TYPES, AudioEncoder, UploadDecoder, encode_whole
 from myna.speak.streaming import TempoFilter
@@ -96,6 +96,17 @@ def test_pieces_of_any_size_are_one_file(format: AudioFormat, cuts: list[int]) -
     assert abs(crossings - 220) <= 2, "half a second of 220 Hz"
 
 
+@settings(max_examples=20, deadline=None)
+@given(rate=st.sampled_from([8000, 16_000, 44_100, 48_000]), cuts=st.lists(st.integers(0, 36_000), max_size=6))
+def test_another_sample_rate_is_the_same_in_pieces(rate: int, cuts: list[int]) -> None:
+    samples = tone(1.5)
+    encoder = AudioEncoder("pcm", RATE, rate)
+    pieces = b"".join(encoder.push(pcm16(piece)) for piece in np.split(samples, sorted(cuts))) + encoder.finish()
+    whole = np.frombuffer(encode_whole(pcm16(samples), "pcm", RATE, rate), "<i2").astype(int)
+    assert len(whole) == pytest.approx(1.5 * rate, abs=1)
+    assert np.abs(np.frombuffer(pieces, "<i2") - whole).max() <= 1
+
+
 @pytest.mark.parametrize("format", ["flac", "wav", "pcm"])
 def test_lossless_formats_lose_nothing(format: AudioFormat) -> None:
     samples = tone(0.5)
@@ -149,7 +160,9 @@ def test_finished_files_have_credentials_where_there_is_a_place(
 ) -> None:
     monkeypatch.setenv("MYNA_HOME", str(tmp_path / "home"))
     origin = SpeechOrigin("fledgling", voice="anna", consent="cons_1")
-    content, is_signed = _finished_file(pcm16(tone(1.0)), format, RATE, origin)
+    content, is_signed = _finished_file(
+        pcm16(tone(1.0)), SpeechSettings(response_format=format, sample_rate=24_000), RATE, origin
+    )
     file = tmp_path / f"speech.{format}"
     file.write_bytes(content)
     found = read_credentials(file)

@@ -44,6 +44,12 @@ def _(
     allow_host: Annotated[
         Sequence[str], option("Name of a proxy in front, to which it answers too; repeatable.", panel=ADDRESS)
     ] = (),
+    allow_origin: Annotated[
+        Sequence[str],
+        option(
+            "Site whose pages may ask from browsers (CORS): https://app.example.com, or *; repeatable.", panel=ADDRESS
+        ),
+    ] = (),
     api_key: Annotated[
         str | None, option("Key that clients must send; better in MYNA_API_KEY.", env_var="MYNA_API_KEY", panel=ADDRESS)
     ] = None,
@@ -130,6 +136,7 @@ def _(
         asr=asr,
         drain_seconds=drain_seconds,
         allowed_hosts=tuple(allow_host),
+        allowed_origins=tuple(one.rstrip("/") for one in allow_origin),
     )
     if ray is None:
         run_server(settings, listener, lambda info: _show_server(settings, info))

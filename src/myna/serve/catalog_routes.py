@@ -34,7 +34,10 @@ async def list_voices(request: Request) -> dict[str, Any]:
     """List the voices that a request may name. `default` is the model's own."""
     voices = await _in_store(server_context(request).store.list_voices)
     return {
-        "voices": [DEFAULT_VOICE, *(voice.name for voice in voices)],
+        "voices": [
+            {"id": DEFAULT_VOICE, "name": DEFAULT_VOICE},
+            *({"id": voice.id, "name": voice.name} for voice in voices),
+        ],
         "uploaded_voices": [  # as vLLM-Omni lists them
             {
                 **voice.model_dump(include={"name", "language", "created_at"}),
@@ -183,6 +186,13 @@ async def list_models(request: Request) -> dict[str, Any]:
     context = server_context(request)
     names = [context.settings.model, *context.adapters.sources]
     return {"object": "list", "data": [_model_object(context, name) for name in names]}
+
+
+@model_router.get("/v1/audio/models")
+async def list_speech_models(request: Request) -> dict[str, Any]:
+    """List the same models as Open WebUI asks for them."""
+    context = server_context(request)
+    return {"models": [{"id": name, "name": name} for name in (context.settings.model, *context.adapters.sources)]}
 
 
 @model_router.get("/v1/models/{name}")

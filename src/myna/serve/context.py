@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 import uuid
@@ -25,6 +26,7 @@ from myna.serve.schemas import MAX_CHARACTERS, ApiError, InlineReference, Speech
 from myna.serve.transcoding import UploadDecoder, recording_bytes
 from myna.speak.request import ReferenceRecording, SpeechRequest, read_reference
 
+log = logging.getLogger("myna.serve")
 LATENCY_BUCKETS = (0.02, 0.03, 0.045, 0.06, 0.08, 0.12, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEP_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.04, 0.1, 0.5)
 
@@ -149,6 +151,8 @@ class ServerSettings:
     drain_seconds: float = 30.0
     allowed_hosts: tuple[str, ...] = ()
     """Host names of a proxy, accepted even by a server that is bound to this machine."""
+    allowed_origins: tuple[str, ...] = ()
+    """Sites such as https://app.example.com whose pages may ask from browsers; `*` is all."""
 
     @property
     def model(self) -> str:
@@ -184,6 +188,8 @@ class ServerContext:
     started_at: int = field(default_factory=lambda: int(time.time()))
     voices: dict[str, ReferenceRecording] = field(default_factory=dict)
     """Recordings of stored voices that were read, by id."""
+    _told: set[str] = field(default_factory=set)
+    """Names of ignored fields that are in the log already."""
     _weights: dict[str, str] = field(default_factory=dict)
     """Hashes of trained weights, by source."""
 
@@ -230,6 +236,9 @@ class ServerContext:
 
     async def prepare(self, body: SpeechSettings, text: str, *, priority: int = 0, session: str = "") -> PreparedSpeech:
         """Make a checked request of a body."""
+        if new := sorted(set(body.ignored) - self._told):
+            self._told.update(new)
+            log.warning("fields of other servers are left out, here and from now on: %s", ", ".join(new))
         if len(text) > self.settings.max_characters:
             limit = f"at most {self.settings.max_characters} characters are spoken at a time, these are {len(text)}"
             raise ApiError(400, limit, param="input", code="string_above_max_length")

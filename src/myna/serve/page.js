@@ -38,7 +38,7 @@ async function loadChoices() {
   }
   if (!models.ok || !voices.ok) throw new Error(await errorText(models.ok ? voices : models));
   fill(element("model"), (await models.json()).data.map((model) => model.id));
-  fill(element("voice"), (await voices.json()).voices);
+  fill(element("voice"), (await voices.json()).voices.map((voice) => voice.name));
 }
 
 function wavFile(pieces, rate) {

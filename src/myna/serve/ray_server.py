@@ -135,7 +135,7 @@ def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
 
 
 ENGINE_FIELDS = tuple(field.name for field in fields(EngineSettings))
-SERVER_FIELDS = ("api_key", "max_characters", "adapter_folders", "voices", "asr", "drain_seconds")
+SERVER_FIELDS = ("api_key", "max_characters", "adapter_folders", "voices", "asr", "drain_seconds", "allowed_origins")
 BUSY_SHARE = 0.75
 """Share of a replica's streams above which, on average, another replica is started."""
 UPSCALE_SECONDS = 5.0

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from myna.core.errors import MynaError
 from myna.serve.messages import Failure
@@ -61,11 +70,30 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, "the body is no JSON")
     message = first["msg"]
     if first["type"] == "extra_forbidden":
-        message = "there is no such field; /docs lists all fields"
+        close = difflib.get_close_matches(place[-1], SpeechBody.model_fields, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        message = f"there is no such field; {meant}/docs lists all fields"
     return ApiError(400, f"{name}: {message}" if name else message, param=name)
 
 
-AudioFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
+AudioFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm", "mulaw", "alaw"]
+SampleRate = Literal[8000, 12000, 16000, 22050, 24000, 32000, 44100, 48000]
+OPUS_RATES = (8000, 12000, 16000, 24000, 48000)
+TELEPHONY_RATES = {"mulaw": 8000, "alaw": 8000}
+"""Default sample rates of formats that have one of their own."""
+ALIASES = {"speaker": "voice", "lang_code": "language", "text_lang": "language", "language_id": "language"}
+"""Our names for fields of other servers."""
+FORMAT_ALIASES = {"ulaw": "mulaw", "g711_ulaw": "mulaw", "g711_alaw": "alaw"}
+_PEER_FIELDS = """
+user metadata backend volume_multiplier normalization_options return_download_link download_format task_type
+max_new_tokens x_vector_only_mode initial_codec_chunk_frames non_streaming_mode repetition_penalty prompt_lang
+text_split_method batch_size batch_threshold split_bucket parallel_infer sample_steps fragment_interval
+split_granularity exaggeration cfg_weight streaming_chunk_size streaming_strategy streaming_buffer_size
+streaming_quality
+"""
+IGNORED_FIELDS = frozenset(_PEER_FIELDS.split())
+"""Fields that clients of OpenAI, LocalAI, Kokoro-FastAPI, vLLM-Omni, SGLang-Omni and Chatterbox send, and that mean
+nothing here. They are left out with a warning; any other unknown field is refused."""
 MAX_CHARACTERS = 4096
 """Longest text in characters, as in OpenAI's API."""
 MAX_RECORDING_CHARACTERS = 14 * 2**20
@@ -87,6 +115,12 @@ class _Body(BaseModel):
             except UnicodeEncodeError:
                 raise ValueError("this is no Unicode text") from None
         return value
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """Return the header that names fields that were left out."""
+    known = ", ".join(sorted(names))
+    return {"x-ignored-fields": known.encode("ascii", "replace").decode()[:500]} if known else {}
 
 
 class VoiceId(_Body):
@@ -130,6 +164,47 @@ class SpeechSettings(_Body):
     reference: InlineReference | Annotated[list[InlineReference], Field(max_length=4)] | None = Field(
         default=None, description="The same as one object; several for [SPEAKER0], [SPEAKER1] tags."
     )
+
+    sample_rate: SampleRate | None = Field(
+        default=None, description="Of the audio; by default the model's own, and 8000 for mulaw and alaw."
+    )
+    bit_rate: int | None = Field(
+        default=None, ge=8000, le=256_000, description="Of mp3, opus and aac: bits a second, as near as the format can."
+    )
+    timestamp_granularities: list[Literal["word"]] = Field(
+        default=[], max_length=1, description='["word"]: times of the words in events and JSON, as a recogniser hears.'
+    )
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_peers(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Accept what clients of other servers send."""
+        if not isinstance(data, dict):
+            return handler(data)
+        known = {ALIASES.get(name, name): value for name, value in data.items() if name not in IGNORED_FIELDS}
+        if (format := str(known.get("response_format"))) in FORMAT_ALIASES:
+            known["response_format"] = FORMAT_ALIASES[format]
+        body = handler(known)
+        body._ignored = tuple(sorted(IGNORED_FIELDS & data.keys()))
+        return body
+
+    @model_validator(mode="after")
+    def _check_rates(self) -> Self:
+        if self.response_format == "opus" and self.sample_rate not in (None, *OPUS_RATES):
+            raise ValueError(f"opus has the sample rates {', '.join(map(str, OPUS_RATES))}")
+        if self.bit_rate is not None and self.response_format not in ("mp3", "opus", "aac"):
+            raise ValueError("only mp3, opus and aac have a bit_rate")
+        return self
+
+    def output_rate(self, sample_rate: int) -> int:
+        """Return the sample rate of the audio, where the model has this one."""
+        return self.sample_rate or TELEPHONY_RATES.get(self.response_format, sample_rate)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields of other servers that were left out."""
+        return self._ignored
 
     @property
     def voice_name(self) -> str:

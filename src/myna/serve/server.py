@@ -22,6 +22,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -53,13 +54,21 @@ class RequestGuard:
     """ASGI middleware that refuses requests before they reach a route.
 
     - The Host must be one of `hosts`, if any are given: another name that resolves to this machine is DNS rebinding.
-    - An Origin, which browsers send, must be the Host: other sites get no answer, and there are no CORS headers.
+    - An Origin, which browsers send, must be the Host or one of `origins`: other sites get no answer.
     - Under /v1 the key must be given, if there is one.
     - Bodies have limits of size and time.
     """
 
-    def __init__(self, app: ASGIApp, *, hosts: frozenset[str], api_key: str | None, observe: RequestObserver) -> None:
-        self._app, self._hosts, self._observe = app, hosts, observe
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        hosts: frozenset[str],
+        api_key: str | None,
+        observe: RequestObserver,
+        origins: Sequence[str] = (),
+    ) -> None:
+        self._app, self._hosts, self._observe, self._origins = app, hosts, observe, origins
         self._key = api_key.encode() if api_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,11 +100,12 @@ class RequestGuard:
         if self._hosts and host.lower() not in self._hosts:
             raise ApiError(403, f"this server is not {host[:80]}: it is for this machine alone (--allow-host, --host)")
         origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2].lower() != host.lower():
-            raise ApiError(403, "requests of pages of other sites are refused", code="origin_not_allowed")
+        is_own = origin is None or origin.partition("://")[2].lower() == host.lower()
         is_unsafe = scope["type"] == "websocket" or scope["method"] not in SAFE_METHODS
-        if is_unsafe and headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-            raise ApiError(403, "requests of pages of other sites are refused", code="origin_not_allowed")
+        is_foreign = is_unsafe and headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")
+        if (not is_own or is_foreign) and not {origin, "*"} & set(self._origins):
+            problem = "requests of pages of other sites are refused (--allow-origin names sites that may ask)"
+            raise ApiError(403, problem, code="origin_not_allowed")
         if self._key is not None and scope["path"].startswith("/v1"):
             kind, _, key = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self._key):
@@ -232,7 +242,18 @@ def create_app(context: ServerContext) -> FastAPI:
         hosts=local_hosts(settings.host, settings.port, settings.allowed_hosts),
         api_key=settings.api_key,
         observe=context.metrics.observe_request,
+        origins=settings.allowed_origins,
     )
+    if settings.allowed_origins:
+        everything = ("*",)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=everything,
+            allow_headers=everything,
+            expose_headers=everything,
+            allow_private_network=True,
+        )
     return app
 
 

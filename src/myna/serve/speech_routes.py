@@ -24,6 +24,7 @@ from myna.serve.context import PreparedSpeech, ServerContext, server_context, un
 from myna.serve.engine_client import EngineJob
 from myna.serve.messages import EndSessionMessage, RequestEnd, SpeakMessage
 from myna.serve.schemas import (
+    TELEPHONY_RATES,
     ApiError,
     AudioFormat,
     BatchItem,
@@ -31,6 +32,7 @@ from myna.serve.schemas import (
     SpeechBody,
     SpeechSettings,
     SpokenItem,
+    ignored_header,
     validation_error,
 )
 from myna.serve.transcoding import MEDIA_TYPES, AudioEncoder, encode_whole
@@ -61,7 +63,8 @@ async def create_speech(body: SpeechBody, request: Request) -> Response:
         raise ApiError(400, "several takes are answered as JSON, not as events", param="takes")
     takes = [_speak_whole(context, prepared.take(number), body) for number in range(body.takes)]
     items = await unless_disconnected(request.receive, asyncio.gather(*takes))
-    return JSONResponse({"results": [item.model_dump() | {"index": n} for n, item in enumerate(items or ())]})
+    results = [item.model_dump() | {"index": n} for n, item in enumerate(items or ())]
+    return JSONResponse({"results": results}, headers=ignored_header(body.ignored))
 
 
 @router.post("/v1/audio/speech/batch")
@@ -92,7 +95,8 @@ async def create_speech_batch(body: SpeechBatchBody, request: Request) -> JSONRe
     spoken = await unless_disconnected(request.receive, work) or []
     failed = sum(item.error is not None for item in spoken)
     counts = {"total": len(spoken), "succeeded": len(spoken) - failed, "failed": failed}
-    return JSONResponse({"results": [item.model_dump() for item in spoken], **counts})
+    ignored = ignored_header({name for item in items for name in item.ignored})
+    return JSONResponse({"results": [item.model_dump() for item in spoken], **counts}, headers=ignored)
 
 
 def _merge_item(item: BatchItem, defaults: dict[str, Any], number: int) -> SpeechBody:
@@ -120,23 +124,22 @@ async def _speak_whole(
         pcm, end = await job.result()
     finally:
         job.cancel()
-    form = body.response_format
-    content, is_signed = await asyncio.to_thread(_finished_file, pcm, form, context.sample_rate, prepared.origin)
+    content, is_signed = await asyncio.to_thread(_finished_file, pcm, body, context.sample_rate, prepared.origin)
     await context.log(prepared.origin, pcm, finish_reason=end.finish_reason, signed=is_signed)
     return SpokenItem(
         index=0,
         audio=base64.b64encode(content).decode(),
-        format=form,
+        format=body.response_format,
         seed=prepared.origin.seed,
         finish_reason=end.finish_reason or "error",
         warnings=list(end.warnings),
     )
 
 
-def _finished_file(pcm: bytes, format: AudioFormat, sample_rate: int, origin: SpeechOrigin) -> tuple[bytes, bool]:
+def _finished_file(pcm: bytes, body: SpeechSettings, sample_rate: int, origin: SpeechOrigin) -> tuple[bytes, bool]:
     """Return a whole file, with credentials if its format allows them, and whether it has some."""
-    plain = encode_whole(pcm, format, sample_rate)
-    signed = sign_audio(plain, f".{format}", origin)
+    plain = encode_whole(pcm, body.response_format, sample_rate, body.output_rate(sample_rate), body.bit_rate)
+    signed = sign_audio(plain, f".{body.response_format}", origin)
     return (plain, False) if signed is None else (signed, True)
 
 
@@ -150,8 +153,8 @@ class SpeechResponse(Response):
 
     def __init__(self, context: ServerContext, body: SpeechBody, prepared: PreparedSpeech) -> None:
         super().__init__()
-        self._context, self._prepared = context, prepared
-        self._format: AudioFormat = body.response_format
+        self._context, self._body, self._prepared = context, body, prepared
+        self._rate = body.output_rate(context.sample_rate)
         self._is_sse = body.stream_format == "sse"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
@@ -206,7 +209,8 @@ class SpeechResponse(Response):
             await log_once()
 
     async def _encoded(self, job: EngineJob, given: bytearray) -> AsyncIterator[bytes]:
-        encoder = AudioEncoder(self._format, self._context.sample_rate)
+        body = self._body
+        encoder = AudioEncoder(body.response_format, self._context.sample_rate, self._rate, body.bit_rate)
         try:
             async for pcm in job.pieces():
                 given += pcm
@@ -226,17 +230,18 @@ class SpeechResponse(Response):
             encoder.close()
 
     def _response_headers(self) -> list[tuple[bytes, bytes]]:
-        origin = self._prepared.origin
+        origin, format = self._prepared.origin, self._body.response_format
         headers = {
-            "content-type": "text/event-stream; charset=utf-8" if self._is_sse else MEDIA_TYPES[self._format],
+            "content-type": "text/event-stream; charset=utf-8" if self._is_sse else MEDIA_TYPES[format],
             "cache-control": "no-store",
             "x-accel-buffering": "no",
             "x-request-id": origin.id,
             "x-server-id": self._context.id,
-            "x-sample-rate": str(self._context.sample_rate),
+            "x-sample-rate": str(self._rate),
             "x-channels": "1",
-            "x-bit-depth": "16",
+            "x-bit-depth": "8" if format in TELEPHONY_RATES else "16",
             "x-watermark": origin.watermark or "none",
+            **ignored_header(self._body.ignored),
         }
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
@@ -405,8 +410,10 @@ class SpeechSession:
         config, context = self._config, self._context
         prepared = await context.prepare(config, sentence, session=self._id)
         job = submit_speech(context, prepared)
-        encoder, given, waiting, sent = AudioEncoder(config.response_format, context.sample_rate), bytearray(), b"", 0
-        form = {"format": config.response_format, "sample_rate": context.sample_rate}
+        rate = config.output_rate(context.sample_rate)
+        encoder = AudioEncoder(config.response_format, context.sample_rate, rate, config.bit_rate)
+        given, waiting, sent = bytearray(), b"", 0
+        form = {"format": config.response_format, "sample_rate": rate}
         try:
             await self._send({"type": "audio.start", **place, "sentence_text": sentence, **form})
             async for pcm in job.pieces():

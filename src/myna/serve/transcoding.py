@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]
+import soxr  # type: ignore[import-untyped]
 
-from myna.audio.files import Samples, check_not_silent, read_audio
+from myna.audio.files import Samples, check_not_silent, pcm16, read_audio
 from myna.core.errors import AudioError
 from myna.core.io import sniff_suffix
 from myna.core.pools import end_with_parent
@@ -148,6 +149,8 @@ CONTAINERS: dict[str, _Container] = {
     "opus": _Container("audio/opus", "ogg", "libopus", {"page_duration": "60000"}, 48_000),
     "aac": _Container("audio/aac", "adts", "aac", {}, 64_000),
     "flac": _Container("audio/flac", "flac", "flac", {}),
+    "mulaw": _Container("audio/PCMU", "mulaw", "pcm_mulaw", {}),
+    "alaw": _Container("audio/PCMA", "alaw", "pcm_alaw", {}),
 }
 """Formats that FFmpeg writes. Opus pages hold 60 ms; by default they would hold back a second."""
 MEDIA_TYPES: dict[str, str] = {name: one.media_type for name, one in CONTAINERS.items()} | {
@@ -157,12 +160,17 @@ MEDIA_TYPES: dict[str, str] = {name: one.media_type for name, one in CONTAINERS.
 
 
 class AudioEncoder:
-    """Encoder of one stream: signed 16-bit mono samples in, bytes of a file out, as early as the format allows."""
+    """Encoder of one stream: signed 16-bit mono samples in, bytes of a file out, as early as the format allows. The
+    file may have another sample rate, and a bit rate, where its format has one."""
 
-    def __init__(self, format: AudioFormat, sample_rate: int) -> None:
-        self._sample_rate, self._pts = sample_rate, 0
+    def __init__(
+        self, format: AudioFormat, sample_rate: int, to_rate: int | None = None, bit_rate: int | None = None
+    ) -> None:
+        self.sample_rate, self._pts = to_rate or sample_rate, 0
+        is_same = self.sample_rate == sample_rate
+        self._resampler = None if is_same else soxr.ResampleStream(sample_rate, self.sample_rate, 1)
         self._container: Any = None
-        self._header = wav_header(sample_rate, None) if format == "wav" else b""
+        self._header = wav_header(self.sample_rate, None) if format == "wav" else b""
         if (kind := CONTAINERS.get(format)) is None:
             return
         import av
@@ -170,31 +178,35 @@ class AudioEncoder:
         self._written = _Sink()
         options = {"flush_packets": "1", **kind.options}
         self._container = av.open(self._written, "w", format=kind.muxer, options=options, buffer_size=4096)
-        self._stream = self._container.add_stream(kind.codec, rate=self._sample_rate, layout="mono")
+        self._stream = self._container.add_stream(kind.codec, rate=self.sample_rate, layout="mono")
         if kind.bit_rate is not None:
-            self._stream.codec_context.bit_rate = kind.bit_rate
+            self._stream.codec_context.bit_rate = bit_rate or kind.bit_rate
         self._frame = av.AudioFrame
 
-    def push(self, pcm: bytes) -> bytes:
+    def push(self, pcm: bytes, *, last: bool = False) -> bytes:
         """Encode the next samples. Return the bytes that are ready."""
+        if self._resampler is not None:
+            samples = np.frombuffer(pcm, "<i2") / np.float32(32767)
+            pcm = pcm16(self._resampler.resample_chunk(samples, last=last))
         if self._container is None:
             header, self._header = self._header, b""
             return header + pcm
         if pcm:
             samples = np.frombuffer(pcm, "<i2")[None]
             frame = self._frame.from_ndarray(np.ascontiguousarray(samples), format="s16", layout="mono")
-            frame.sample_rate, frame.pts = self._sample_rate, self._pts
+            frame.sample_rate, frame.pts = self.sample_rate, self._pts
             self._pts += samples.shape[1]
             self._mux(frame)
         return self._written.take()
 
     def finish(self) -> bytes:
         """Return the last bytes."""
+        rest = self.push(b"", last=True)
         if self._container is None:
-            return self.push(b"")
+            return rest
         self._mux(None)
         self.close()
-        return self._written.take()
+        return rest + self._written.take()
 
     def close(self) -> None:
         """Free the resources of FFmpeg."""
@@ -227,9 +239,12 @@ def wav_header(sample_rate: int, data_bytes: int | None) -> bytes:
     return struct.pack("<4sI4s", b"RIFF", whole, b"WAVE") + form + struct.pack("<4sI", b"data", size)
 
 
-def encode_whole(pcm: bytes, format: AudioFormat, sample_rate: int) -> bytes:
+def encode_whole(
+    pcm: bytes, format: AudioFormat, sample_rate: int, to_rate: int | None = None, bit_rate: int | None = None
+) -> bytes:
     """Encode a whole file."""
-    if format == "wav":
-        return wav_header(sample_rate, len(pcm)) + pcm
-    encoder = AudioEncoder(format, sample_rate)
-    return encoder.push(pcm) + encoder.finish()
+    encoder = AudioEncoder(format, sample_rate, to_rate, bit_rate)
+    content = encoder.push(pcm) + encoder.finish()
+    if format == "wav":  # whose length is known now
+        return wav_header(encoder.sample_rate, len(content) - WAV_HEADER_BYTES) + content[WAV_HEADER_BYTES:]
+    return content
