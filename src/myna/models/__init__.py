@@ -81,9 +81,11 @@ def open_family(source: str, *, revision: str | None = None, codec: str | None =
         if model_type in registered.model_types:
             family = registered.load().open(source, folder, codec)
             return family
+    known = f"known types: {', '.join(name for one in FAMILIES for name in one.model_types)}"
+    converted = "Phi-4 is read in transformers' layout: microsoft/Phi-4-multimodal-instruct@refs/pr/70"
     raise ModelError(
         f"{source} is a model of type {model_type!r}, which Myna does not know",
-        hint=f"known types: {', '.join(name for one in FAMILIES for name in one.model_types)}",
+        hint=converted if model_type == "phi4mm" else known,
     )
 
 

@@ -330,7 +330,6 @@ class TestTokenizer:
             ("audio_token_id", "<|AUDIO_OUT|>"),
             ("audio_bos_token_id", "<|audio_out_bos|>"),
             ("audio_delay_token_id", "<|reserved_special_token_6|>"),
-            ("pad_token_id", "<|end_of_text|>"),
             ("eos_token_id", "<|eot_id|>"),
         ],
     )

@@ -147,8 +147,8 @@ def read_config(folder: Path) -> HiggsAudioV2Config:
 def check_tokenizer(config: HiggsAudioV2Config, tokenizer: PreTrainedTokenizerFast) -> None:
     vocabulary, other_ids = tokenizer.get_vocab(), []
     for setting, token in SPECIAL_IDS.items():
-        token = tokenizer.pad_token or token if setting == "pad_token_id" else token
-        if token in vocabulary and vocabulary[token] not in _ids(config, setting):
+        # Padding is never read, and transformers' converter sets the tokenizer's to its end.
+        if setting != "pad_token_id" and token in vocabulary and vocabulary[token] not in _ids(config, setting):
             other_ids.append(f"{setting} is {getattr(config, setting)}, but {token} is {vocabulary[token]}")
     files.check_token_ids(tokenizer, config.vocab_size, PROMPT_TOKENS, other_ids)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +52,8 @@ SEMANTIC_SETTINGS = (
     "conv_stride conv_kernel feat_extract_norm feat_extract_activation feat_proj_layer_norm hidden_act layer_norm_eps "
     "do_stable_layer_norm num_attention_heads num_conv_pos_embedding_groups"
 )
+TRAINING_TENSORS = re.compile(r"fc1\..*|decoder_semantic\..*|.*\.codebook\.(cluster_size|embed_avg|inited)")
+"""Names of tensors that neither encode nor decode reads. A checkpoint may have or lack them."""
 FRAME_BUCKETS = (24, 52, 84, 116, 148)
 """Frames that windows are padded to. Windows of `codecs.py` have at most the last number, with a reach of 10 frames;
 longer ones are decoded one by one without padding."""
@@ -290,7 +293,8 @@ def _load(folder: Path, config: Any) -> Any:
         ) from error
     mismatched = [f"{name} {tuple(found)} instead of {tuple(due)}" for name, found, due in info["mismatched_keys"]]
     kinds = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": mismatched}
-    if problems := [f"{len(names)} {kind}: {format_names(sorted(names))}" for kind, names in kinds.items() if names]:
+    needed = {kind: sorted(name for name in names if not TRAINING_TENSORS.match(name)) for kind, names in kinds.items()}
+    if problems := [f"{len(names)} {kind}: {format_names(names)}" for kind, names in needed.items() if names]:
         raise CheckpointError(
             f"the codec in {folder} does not fit its configuration: {'; '.join(problems)}",
             hint=f"use a checkpoint of the Higgs v2 codec such as {RELEASED_CODEC}",

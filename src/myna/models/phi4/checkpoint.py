@@ -49,18 +49,21 @@ def read_config(folder: Path) -> Phi4MultimodalConfig:
                 f"{file}: {name} is {id}, but vocab_size is {config.vocab_size}",
                 hint="correct the id; it must be the one of the tokenizer",
             )
-    if config.sliding_window is not None:
+    if config.sliding_window is not None and config.sliding_window < config.max_position_embeddings:
         raise ModelError(
-            f"{file}: sliding_window is {config.sliding_window}, and sequences are attended to as a whole here",
-            hint="set it to null, as the released checkpoint has it",
+            f"{file}: sliding_window is {config.sliding_window}, shorter than max_position_embeddings, "
+            f"{config.max_position_embeddings}; sequences are attended to as a whole here",
+            hint="use a checkpoint of the released model, whose window of 262144 is longer than any sequence",
         )
     return config
 
 
 def check_tokenizer(config: Phi4MultimodalConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    end = tokenizer.get_vocab().get(END)
-    other_ids = [] if end in eos_ids(config) else [f"eos_token_id is {config.eos_token_id}, but {END} is {end}"]
-    files.check_token_ids(tokenizer, config.vocab_size, (*ROLES, END), other_ids)
+    """Check the tokenizer, and add `<|end|>` to the ends, of which the released file has `<|endoftext|>` alone."""
+    files.check_token_ids(tokenizer, config.vocab_size, (*ROLES, END), ())
+    end = tokenizer.get_vocab()[END]
+    if end not in eos_ids(config):
+        config.eos_token_id = [*eos_ids(config), end]
 
 
 def eos_ids(config: Phi4MultimodalConfig) -> tuple[int, ...]:

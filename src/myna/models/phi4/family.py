@@ -34,6 +34,7 @@ def builtin_config() -> Any:
     return Phi4MultimodalConfig(
         num_attention_heads=24,
         tie_word_embeddings=True,
+        audio_config={"bias_max_distance": 500},
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
     )
 
