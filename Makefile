@@ -9,7 +9,8 @@ FIND_PYTHON = for python in $(CANDIDATES); do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo metrics curation-models test test-slow test-extras test-network test-browser test-all lint format clean
+.PHONY: setup demo metrics curation-models test test-slow test-extras test-network test-browser test-all test-gpu gpu-site \
+	lint format clean
 
 setup: $(VENV)/.ready
 
@@ -74,6 +75,20 @@ test-browser: setup
 test-all: setup
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not browser and not extras and not network"
+
+# For a GPU machine without network that has torch, transformers and accelerate: `make gpu-site` where there is a network,
+# the repository with .gpu_site copied there, and `make test-gpu PYTHON=python3`. Other test files would import more.
+GPU_PYTHON := 3.12
+GPU_PACKAGES := annotated-types cffi cyclopts docstring_parser hypothesis iniconfig peft platformdirs pluggy pycparser \
+	pydantic pydantic_core pytest pytest-timeout RapidFuzz rich-rst sortedcontainers soundfile soxr typing-inspection
+gpu-site:
+	rm -rf .gpu_site
+	"$(PYTHON)" -m pip install --quiet --no-compile --no-deps --only-binary :all: --constraint constraints.txt \
+		--target .gpu_site --python-version $(GPU_PYTHON) --platform manylinux_2_28_x86_64 \
+		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 $(GPU_PACKAGES)
+
+test-gpu:
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.gpu_site "$(PYTHON)" -m pytest -m gpu $(shell grep -rl "mark.gpu" tests --include="test_*.py")
 
 lint: setup
 	$(BIN)/ruff check .
