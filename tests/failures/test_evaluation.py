@@ -368,7 +368,12 @@ def _stand_in_engine() -> Any:
     model = SimpleNamespace(state_dict=dict)
     family = SimpleNamespace(prompt_revision="")
     return SimpleNamespace(
-        codec=codec, model=model, family=family, reference_placement="turn", _hash_weights=lambda *_: "stand-in"
+        codec=codec,
+        model=model,
+        family=family,
+        reference_placement="turn",
+        _hash_weights=lambda *_: "stand-in",
+        _adapters={},
     )
 
 

@@ -168,6 +168,7 @@ class FakeModel:
 
     def __init__(self, folder: str, **options: Any) -> None:
         self.folder, self.options = folder, options
+        self.model = SimpleNamespace(device=options["device"])
 
     def transcribe(self, clip: Samples, **options: Any) -> tuple[Iterator[SimpleNamespace], None]:
         self.heard, self.asked = clip, options

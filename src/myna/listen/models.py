@@ -99,7 +99,7 @@ def load_models(folder: Path | None = None, device: str = "cpu", threads: int = 
     def load(name: str, opener: Callable[[Path], T]) -> T | None:
         if not _is_available(name, folder):
             return None
-        versions[name] = weights_hash(folder / file for file in FILES[name])
+        versions[name] = files_hash(folder / file for file in FILES[name])
         return opener(folder / FILES[name][0])
 
     encoder = load("speaker encoder", lambda file: open_speaker_encoder(f"{ECAPA}:{file}", device))
@@ -232,10 +232,10 @@ def load_pretrained(
             f"the weights of {folder} are not those of its config.json: {format_names(wrong)}",
             hint="they would be random in these places; download the checkpoint again",
         )
-    return model, *processors, weights_hash(weights)
+    return model, *processors, files_hash(weights)
 
 
-def weights_hash(files: Iterable[Path]) -> str:
+def files_hash(files: Iterable[Path]) -> str:
     """Return the identity of weights in files."""
     return bytes_hash("".join(map(file_hash, files)).encode())[:12]
 

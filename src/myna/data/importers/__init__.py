@@ -19,7 +19,7 @@ from myna.data.importers.validation import TextCheck, validate_utterances
 from myna.data.manifest import Utterance, write_manifest
 
 FORMATS: dict[str, Importer] = {
-    "myna": Importer("Myna's own manifest.jsonl", folders.matches_manifest, folders.read_manifest),
+    "myna": Importer("Myna's own manifest.jsonl", folders.matches_myna, folders.read_myna),
     "folder": Importer(
         "a folder of recordings with a .txt or .lab of the same name beside each; subfolders are speakers",
         folders.matches_folder,

@@ -11,14 +11,14 @@ from myna.data.importers.tables import matches_table
 from myna.data.manifest import SpanError, Utterance, parse_manifest_line
 
 
-def matches_manifest(source: Path) -> bool:
+def matches_myna(source: Path) -> bool:
     file = records.index_file(source, "manifest.jsonl")
     first = records.read_head(file, ".jsonl").partition("\n")[0]
     is_manifest = all(f'"{key}"' in first for key in ("id", "audio", "text"))
     return is_manifest and '"messages"' not in first and not matches_scored(file)
 
 
-def read_manifest(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+def read_myna(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     def make(record: SourceRecord) -> Iterator[Utterance]:
         record.id = str(record.data["id"]) if "id" in record.data else None
         defaults = {"speaker": context.speaker, "language": context.language}
