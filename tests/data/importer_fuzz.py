@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import resource
+import tarfile
 import tempfile
 import time
 import traceback
@@ -508,6 +509,34 @@ def ljspeech_folders(draw: st.DrawFn) -> dict[str, bytes]:
 
 
 @st.composite
+def transcript_folders(draw: st.DrawFn) -> dict[str, bytes]:
+    rows = draw(mutated([["clip", "words"], ['"sub/clip.wav"', '"words"'], ["( clip", '"words" )'], ["../clip", "y"]]))
+    separator = draw(st.sampled_from([" ", "|", "\t"]))
+    text = "\n".join(separator.join(map(str, row if isinstance(row, list) else [row])) for row in rows)
+    name = draw(st.sampled_from(["prompts.txt", "txt/text", "orthographic-transcript.txt", "a/b/c.trans.txt"]))
+    return {name: text.encode(errors="surrogatepass"), "wav/clip.wav": media()["clip.wav"]}
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> dict[str, bytes]:
+    buffer = io.BytesIO()
+    fields = json.dumps(draw(mutated({"text": "words", "speaker": "x"}))).encode(errors="surrogatepass")
+    members = {
+        "clip.wav": media()["clip.wav"],
+        "clip.txt": b"words",
+        "b.json": fields,
+        "b.flac": b"fLaC",
+        "c.txt": b"\xff",
+    }
+    with tarfile.open(fileobj=buffer, mode="w") as shard:
+        for name in draw(st.lists(st.sampled_from(sorted(members)), max_size=6)):
+            member = tarfile.TarInfo(draw(st.sampled_from(["", "./", "sub/", "../", "/"])) + name)
+            member.size = len(members[name])
+            shard.addfile(member, io.BytesIO(members[name]))
+    return {"data.tar": buffer.getvalue()}
+
+
+@st.composite
 def folders(draw: st.DrawFn) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for stem in draw(st.lists(st.sampled_from(["a", "b", "sub/c", "sub/deep/d", ".hidden", "ü"]), max_size=4)):
@@ -595,6 +624,8 @@ LAYOUTS: dict[str, tuple[str, st.SearchStrategy[dict[str, bytes]]]] = {
     "chatml": ("train.json", chatml_files()),
     "ms_swift": ("train.jsonl", json_files("train.jsonl", SWIFT, as_lines=True)),
     "ljspeech": (".", ljspeech_folders()),
+    "transcripts": (".", transcript_folders()),
+    "webdataset": (".", shards()),
     "table": (".", tables()),
     "folder": (".", folders()),
     "hf": (".", arrow_files()),

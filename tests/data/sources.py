@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import csv
+import io
 import json
 import shutil
+import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -123,6 +125,29 @@ def ljspeech(folder: Path, written: list[Utterance]) -> Path:
         utterance.audio.rename(folder / "wavs" / f"{utterance.id}.wav")
         rows.append("|".join([utterance.id, utterance.extras.get("original_text", utterance.text), utterance.text]))
     (folder / "metadata.csv").write_text("\n".join(rows) + "\n", encoding="utf-8", newline="\n")
+    return folder
+
+
+def transcripts(folder: Path, written: list[Utterance]) -> Path:
+    """Write the layout of VIVOS: a folder for each speaker below waves."""
+    for utterance in written:
+        speaker = folder / "waves" / utterance.speaker
+        speaker.mkdir(parents=True, exist_ok=True)
+        utterance.audio.rename(speaker / f"{utterance.id}.wav")
+    lines = [f"{utterance.id} {utterance.text}\n" for utterance in written]
+    (folder / "prompts.txt").write_text("".join(lines), encoding="utf-8", newline="\n")
+    return folder
+
+
+def webdataset(folder: Path, written: list[Utterance]) -> Path:
+    with tarfile.open(folder / "shard-000000.tar", "w") as shard:
+        for utterance in written:
+            fields = {"speaker": utterance.speaker, "language": utterance.language, **utterance.extras}
+            members = {"wav": utterance.audio.read_bytes(), "txt": utterance.text.encode()}
+            for suffix, data in (members | {"json": json.dumps(fields).encode()}).items():
+                member = tarfile.TarInfo(f"{utterance.id}.{suffix}")
+                member.size = len(data)
+                shard.addfile(member, io.BytesIO(data))
     return folder
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,63 @@ def test_folder_names_what_stands_alone(tmp_path: Path, clips: list[Path]) -> No
     assert [each.id for each in result.utterances] == ["good"]
     reasons = {Path(item.source).name: item.reason for item in result.rejected}
     assert reasons == {"no-text.wav": "missing file", "latin.wav": "not UTF-8", "no-audio.txt": "missing file"}
+
+
+def test_lists_of_published_corpora(tmp_path: Path, clips: list[Path]) -> None:
+    corpora = {
+        "arctic": (
+            "etc/txt.done.data",
+            '( a1 "Author of the trail." )',
+            "wav/a1.wav",
+            "Author of the trail.",
+            "arctic",
+        ),
+        "vais": ("txt/text", "1|xăng , năm phần trăm", "wav/1.wav", "xăng, năm phần trăm", "vais"),
+        "libri": ("84/121/84-121.trans.txt", "84-121-0 GO ON", "84/121/84-121-0.wav", "Go on.", "84"),
+        "vivos": ("prompts.txt", "S1_R1 TRỞ NÊN", "waves/S1/S1_R1.wav", "Trở nên.", "S1"),
+        "asc": (
+            *("orthographic-transcript.txt", '"ARA NORM  0002.wav" "ra>aY - h`*A |l^umA"', "wav/ARA NORM  0002.wav"),
+            *("رَأَى، هٰذا آلثُما", "asc"),
+        ),
+    }
+    for name, (index, line, audio, text, speaker) in corpora.items():
+        for file in (index, audio):
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / index).write_text(f"{line}\n", encoding="utf-8")
+        shutil.copy(clips[0], tmp_path / name / audio)
+        for source in (tmp_path / name, tmp_path / name / index):
+            result = import_source(str(source), media=tmp_path)
+            assert (result.format, result.rejected) == ("transcripts", []), source
+            (found,) = result.utterances
+            assert (found.text, found.speaker, found.audio) == (text, speaker, tmp_path / name / audio), source
+            assert found.extras.get("original_text", found.text) in line
+            assert found.language == ("ar" if name == "asc" else "")
+
+
+def test_a_list_leaves_recordings_of_another_list_below_it(tmp_path: Path, clips: list[Path]) -> None:
+    for folder, ids in ((tmp_path, "ab"), (tmp_path / "test set", "bc")):
+        (folder / "wav").mkdir(parents=True)
+        lines = "".join(f'"{id}.wav" "kitAb"\n' for id in ids)
+        (folder / "orthographic-transcript.txt").write_text(lines)
+    for file in ("wav/a.wav", "test set/wav/b.wav", "test set/wav/c.wav"):
+        shutil.copy(clips[0], tmp_path / file)
+    result = import_source(str(tmp_path), media=tmp_path)
+    assert [each.id for each in result.utterances] == ["a"]
+    assert [(each.id, each.reason) for each in result.rejected] == [("b", "missing file")]
+
+
+def test_samples_of_a_damaged_shard_before_the_damage_are_read(tmp_path: Path, clips: list[Path]) -> None:
+    shard = tmp_path / "000000.tar"
+    with tarfile.open(shard, "w") as made:
+        for name, data in (("a.wav", clips[0].read_bytes()), ("a.txt", b"one"), ("b.txt", b"\xff"), ("c.json", b"[1]")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            made.addfile(member, io.BytesIO(data))
+        end = made.offset
+    shard.write_bytes(shard.read_bytes()[:end] + b"damage" * 200)
+    result = import_source(str(shard), media=tmp_path / "media")
+    assert [(each.id, each.text) for each in result.utterances] == [("a", "one")]
+    assert {each.id: each.reason for each in result.rejected} == {"b": "not UTF-8", "c": "malformed", None: "malformed"}
 
 
 def test_ljspeech_bad_lines(tmp_path: Path, clips: list[Path]) -> None:

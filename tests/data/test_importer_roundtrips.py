@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,27 @@ def test_folder(clips: list[Path], written: Written) -> None:
 def test_ljspeech(clips: list[Path], written: Written) -> None:
     numbered = [replace(utterance, extras={"original_text": "No. 5"}) for utterance in written]
     comes_back(sources.ljspeech, numbered, clips, format="ljspeech", speaker="linda", language="en")
+
+
+plain_names = st.text("abcdef0123456789", min_size=1, max_size=8)
+as_written = sources.lines.filter(lambda text: not text.isupper() and not re.search(r"\s[,.;:!?](\s|$)", text))
+
+
+@few
+@given(st.lists(plain_names, min_size=4, max_size=4, unique=True), st.lists(as_written, min_size=4, max_size=4))
+def test_transcripts(clips: list[Path], ids: list[str], texts: list[str]) -> None:
+    speakers = ("one", "two", "two", "three")
+    written = [
+        Utterance(id, Path(f"{number}.wav"), text, speaker, "vi")
+        for number, (id, text, speaker) in enumerate(zip(ids, texts, speakers, strict=True))
+    ]
+    comes_back(sources.transcripts, written, clips, format="transcripts", language="vi")
+
+
+@few
+@given(sources.utterances(extras=notes))
+def test_webdataset(clips: list[Path], written: Written) -> None:
+    comes_back(sources.webdataset, written, clips, format="webdataset")
 
 
 @few

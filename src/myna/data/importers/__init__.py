@@ -1,4 +1,4 @@
-"""Importers: recordings and transcripts in any of ten layouts, read into one manifest.
+"""Importers: recordings and transcripts in any of twelve layouts, read into one manifest.
 
 Each layout is an `Importer`, an entry of `FORMATS`. The module `validation` checks everything they
 read; `rejected.jsonl` names what cannot be used, and too much of it stops the import.
@@ -13,7 +13,7 @@ from pathlib import Path
 from myna.core.errors import DataError
 from myna.core.io import atomic_write, disk_error
 from myna.core.progress import ProgressCallback, silent
-from myna.data.importers import conversations, folders, records, scored, tables
+from myna.data.importers import conversations, corpora, folders, records, scored, tables
 from myna.data.importers.records import ImportContext, Importer, RejectedRecord, RejectionReason
 from myna.data.importers.validation import TextCheck, validate_utterances
 from myna.data.manifest import Utterance, write_manifest
@@ -29,6 +29,16 @@ FORMATS: dict[str, Importer] = {
         "LJSpeech: metadata.csv of id|text|normalised text, without a header, beside wavs/",
         folders.matches_ljspeech,
         folders.read_ljspeech,
+    ),
+    "transcripts": Importer(
+        "ids and texts in prompts.txt, txt/text, *.trans.txt or txt.done.data: VIVOS, LibriSpeech, CMU Arctic",
+        corpora.matches_transcripts,
+        corpora.read_transcripts,
+    ),
+    "webdataset": Importer(
+        "WebDataset: .tar shards, in each the audio of a sample beside its .txt or .json",
+        corpora.matches_webdataset,
+        corpora.read_webdataset,
     ),
     "table": Importer(
         "a CSV or TSV file whose header names at least an audio and a text column",
