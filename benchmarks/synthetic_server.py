@@ -218,7 +218,7 @@ def host_cost(rows: int, steps: int = 250) -> dict[str, float]:
     worker = SpeechWorker(instant_engine(0.0), EngineSettings("instant", rows=rows, positions=1024, max_waiting=rows))
     request = SpeechRequest("The light is grey. " * 8, max_seconds=steps / 25)
     for number in range(rows):
-        worker.handle(SpeakMessage(f"{number}", request))
+        worker.handle(SpeakMessage(request, id=f"{number}"))
     worker.step()  # lets all of them in
     start, wall, audio, count = time.process_time(), time.perf_counter(), 0.0, 0
     while worker.busy:

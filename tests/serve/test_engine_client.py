@@ -31,7 +31,7 @@ def test_the_least_recently_used_adapter_makes_room(tmp_path: Path) -> None:
 
         def speak(name: str) -> EngineJob:
             request = SpeechRequest("two words " * 30, adapter=name, max_seconds=20.0)
-            return client.submit(lambda id: SpeakMessage(id, request))
+            return client.submit(SpeakMessage(request))
 
         client.start()
         try:

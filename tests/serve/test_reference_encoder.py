@@ -65,7 +65,7 @@ def slow(engine: Engine) -> Iterator[SlowEncoder]:
 
 def message(id: str, text: str, recording: Any = None, **settings: Any) -> SpeakMessage:
     references = () if recording is None else (ReferenceRecording(recording, "as I said"),)
-    return SpeakMessage(id, SpeechRequest(text, references, watermark=False, **SAMPLING | settings))
+    return SpeakMessage(SpeechRequest(text, references, watermark=False, **SAMPLING | settings), id=id)
 
 
 def recording(seed: int) -> Any:

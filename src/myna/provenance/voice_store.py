@@ -36,6 +36,10 @@ CONSENT_FILE, VOICE_FILE = "consent.json", "voice.json"
 Record = TypeVar("Record", "Consent", "StoredVoice")
 
 
+class NotStoredError(DataError):
+    """A voice or a consent of that name is not stored."""
+
+
 class StoredRecording(Settings):
     """A recording in the folder of a voice or a consent."""
 
@@ -247,7 +251,7 @@ def _find(records: list[Record], id_or_name: str, kind: str, hint: str) -> Recor
     by_id = [one for one in records if one.id == id_or_name]
     by_name = [one for one in records if one.name.casefold() == id_or_name.casefold()] if kind == "voice" else []
     if not (found := by_id or by_name):
-        raise DataError(f"there is no {kind} {id_or_name[:80]!r}", hint=hint)
+        raise NotStoredError(f"there is no {kind} {id_or_name[:80]!r}", hint=hint)
     return found[0]
 
 

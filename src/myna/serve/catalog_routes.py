@@ -17,8 +17,8 @@ from myna.core.errors import MynaError
 from myna.data.pronunciation import DEFAULT_QUESTION
 from myna.models.ref import display_name
 from myna.provenance.consent import ConsentChecker, rename_consent, sentence_of_day
-from myna.provenance.voice_store import Consent, StoredVoice
-from myna.serve.context import DEFAULT_VOICE, ServerContext, server_context, unless_disconnected
+from myna.provenance.voice_store import Consent, NotStoredError, StoredVoice
+from myna.serve.context import DEFAULT_VOICE, Context, ServerContext, unless_disconnected
 from myna.serve.messages import AnswerMessage, RequestEnd
 from myna.serve.schemas import ApiError, ConsentNameBody, LoadAdapterBody, UnloadAdapterBody
 
@@ -30,9 +30,9 @@ NameField = Annotated[str, Form(max_length=64)]
 
 
 @voice_router.get("/v1/audio/voices")
-async def list_voices(request: Request) -> dict[str, Any]:
+async def list_voices(context: Context) -> dict[str, Any]:
     """List the voices that a request may name. `default` is the model's own."""
-    voices = await _in_store(server_context(request).store.list_voices)
+    voices = await _in_store(context.store.list_voices)
     return {
         "voices": [
             {"id": DEFAULT_VOICE, "name": DEFAULT_VOICE},
@@ -53,34 +53,30 @@ async def list_voices(request: Request) -> dict[str, Any]:
 
 @voice_router.post("/v1/audio/voices")
 async def create_voice(
-    request: Request,
+    context: Context,
     name: NameField,
     audio_sample: UploadFile,
     consent: Annotated[str, Form(max_length=128)],
     ref_text: Annotated[str, Form(max_length=4096)] = "",
 ) -> dict[str, Any]:
     """Store a voice from a recording, checked against the recording of a consent."""
-    store, texts = server_context(request).store, [ref_text] if ref_text else []
-    return _voice_object(
-        await _from_recording(
-            request,
-            audio_sample,
-            "audio_sample",
-            lambda file, checker: store.create_voice(name, [file], consent, checker, texts=texts),
-        )
-    )
+    texts = [ref_text] if ref_text else []
+
+    def create(file: Path, checker: ConsentChecker) -> StoredVoice:
+        return context.store.create_voice(name, [file], consent, checker, texts=texts)
+
+    return _voice_object(await _from_recording(context, audio_sample, "audio_sample", create))
 
 
 @voice_router.get("/v1/audio/voices/{voice_id}")
-async def retrieve_voice(voice_id: str, request: Request) -> dict[str, Any]:
-    return _voice_object(await _in_store(server_context(request).store.get_voice, voice_id, status=404))
+async def retrieve_voice(voice_id: str, context: Context) -> dict[str, Any]:
+    return _voice_object(await _in_store(context.store.get_voice, voice_id))
 
 
 @voice_router.delete("/v1/audio/voices/{voice_id}")
-async def delete_voice(voice_id: str, request: Request) -> dict[str, Any]:
+async def delete_voice(voice_id: str, context: Context) -> dict[str, Any]:
     """Remove a voice with its recordings."""
-    context = server_context(request)
-    voice = await _in_store(context.store.delete_voice, voice_id, status=404)
+    voice = await _in_store(context.store.delete_voice, voice_id)
     context.voices.pop(voice.id, None)
     return {"id": voice.id, "object": "audio.voice.deleted", "deleted": True}
 
@@ -94,42 +90,37 @@ async def retrieve_consent_sentence(name: str, language: str = "en") -> dict[str
 
 @voice_router.post("/v1/audio/voice_consents", tags=["consents"])
 async def create_voice_consent(
-    request: Request, name: NameField, recording: UploadFile, language: Annotated[str, Form(max_length=32)]
+    context: Context, name: NameField, recording: UploadFile, language: Annotated[str, Form(max_length=32)]
 ) -> dict[str, Any]:
     """Store a consent, if its sentence was recognised in the recording."""
-    store = server_context(request).store
-    return _consent_object(
-        await _from_recording(
-            request, recording, "recording", lambda file, checker: store.create_consent(name, file, language, checker)
-        )
-    )
+
+    def create(file: Path, checker: ConsentChecker) -> Consent:
+        return context.store.create_consent(name, file, language, checker)
+
+    return _consent_object(await _from_recording(context, recording, "recording", create))
 
 
 @voice_router.get("/v1/audio/voice_consents", tags=["consents"])
-async def list_voice_consents(request: Request) -> dict[str, Any]:
-    data = [_consent_object(one) for one in await _in_store(server_context(request).store.list_consents)]
+async def list_voice_consents(context: Context) -> dict[str, Any]:
+    data = [_consent_object(one) for one in await _in_store(context.store.list_consents)]
     ids = [one["id"] for one in data] or [None]
     return {"object": "list", "data": data, "first_id": ids[0], "last_id": ids[-1], "has_more": False}
 
 
 @voice_router.get("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
-async def retrieve_voice_consent(consent_id: str, request: Request) -> dict[str, Any]:
-    return _consent_object(await _in_store(server_context(request).store.get_consent, consent_id, status=404))
+async def retrieve_voice_consent(consent_id: str, context: Context) -> dict[str, Any]:
+    return _consent_object(await _in_store(context.store.get_consent, consent_id))
 
 
 @voice_router.post("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
-async def update_voice_consent(consent_id: str, body: ConsentNameBody, request: Request) -> dict[str, Any]:
+async def update_voice_consent(consent_id: str, body: ConsentNameBody, context: Context) -> dict[str, Any]:
     """Change the spelling of the name in a consent."""
-    store = server_context(request).store
-    await _in_store(store.get_consent, consent_id, status=404)
-    return _consent_object(await _in_store(rename_consent, store, consent_id, body.name))
+    return _consent_object(await _in_store(rename_consent, context.store, consent_id, body.name))
 
 
 @voice_router.delete("/v1/audio/voice_consents/{consent_id}", tags=["consents"])
-async def delete_voice_consent(consent_id: str, request: Request) -> dict[str, Any]:
+async def delete_voice_consent(consent_id: str, context: Context) -> dict[str, Any]:
     """Remove a consent that no voice needs."""
-    context = server_context(request)
-    await _in_store(context.store.get_consent, consent_id, status=404)
     consent = await _in_store(context.store.delete_consent, consent_id, status=409)
     return {"id": consent.id, "object": "audio.voice_consent.deleted", "deleted": True}
 
@@ -139,14 +130,13 @@ async def _in_store(function: Any, *arguments: Any, status: int = 400) -> Any:
     try:
         return await asyncio.to_thread(function, *arguments)
     except MynaError as error:
-        raise ApiError(status, f"{error.what} ({error.hint})") from None
+        raise ApiError.of(error, 404 if isinstance(error, NotStoredError) else status) from None
 
 
 async def _from_recording(
-    request: Request, upload: UploadFile, param: str, store: Callable[[Path, ConsentChecker], Any]
+    context: ServerContext, upload: UploadFile, param: str, create: Callable[[Path, ConsentChecker], Any]
 ) -> Any:
     """Store a recording that is checked. The decoded samples are kept, not the upload."""
-    context = server_context(request)
     if context.settings.asr is None:
         raise ApiError(
             403,
@@ -159,7 +149,7 @@ async def _from_recording(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "recording.flac")
         await _in_store(write_audio, file, samples, SAMPLE_RATE)
-        return await _in_store(store, file, checker)
+        return await _in_store(create, file, checker)
 
 
 @cache
@@ -181,23 +171,20 @@ MAX_ANSWER_SECONDS = 60.0
 
 
 @model_router.get("/v1/models")
-async def list_models(request: Request) -> dict[str, Any]:
+async def list_models(context: Context) -> dict[str, Any]:
     """List the model and its adapters."""
-    context = server_context(request)
     names = [context.settings.model, *context.adapters.sources]
     return {"object": "list", "data": [_model_object(context, name) for name in names]}
 
 
 @model_router.get("/v1/audio/models")
-async def list_speech_models(request: Request) -> dict[str, Any]:
+async def list_speech_models(context: Context) -> dict[str, Any]:
     """List the same models as Open WebUI asks for them."""
-    context = server_context(request)
     return {"models": [{"id": name, "name": name} for name in (context.settings.model, *context.adapters.sources)]}
 
 
 @model_router.get("/v1/models/{name}")
-async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
-    context = server_context(request)
+async def retrieve_model(name: str, context: Context) -> dict[str, Any]:
     context.resolve_model(name)
     return _model_object(context, name)
 
@@ -212,9 +199,8 @@ def _model_object(context: ServerContext, name: str) -> dict[str, Any]:
 
 
 @model_router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
-async def load_lora_adapter(body: LoadAdapterBody, request: Request) -> str:
+async def load_lora_adapter(body: LoadAdapterBody, context: Context) -> str:
     """Load an adapter from one of the allowed folders. Others continue to speak."""
-    context = server_context(request)
     _check_adapter_loading(context)
     # A folder below one of the allowed ones, with links resolved. Other folders are not revealed.
     roots = [folder.resolve() for folder in context.settings.adapter_folders]
@@ -231,9 +217,8 @@ async def load_lora_adapter(body: LoadAdapterBody, request: Request) -> str:
 
 
 @model_router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
-async def unload_lora_adapter(body: UnloadAdapterBody, request: Request) -> str:
+async def unload_lora_adapter(body: UnloadAdapterBody, context: Context) -> str:
     """Unload an adapter. Requests that speak with it continue."""
-    context = server_context(request)
     _check_adapter_loading(context)
     if body.lora_name not in context.adapters.sources:
         raise ApiError(404, f"there is no adapter {body.lora_name!r}", param="lora_name", code="model_not_found")
@@ -251,6 +236,7 @@ def _check_adapter_loading(context: ServerContext) -> None:
 @model_router.post("/v1/audio/assessments", tags=["answers"])
 async def create_assessment(
     request: Request,
+    context: Context,
     file: UploadFile,
     model: Annotated[str, Form(max_length=256)] = "",
     question: Annotated[str, Form(max_length=4096)] = DEFAULT_QUESTION,
@@ -258,12 +244,11 @@ async def create_assessment(
     constrained: Annotated[bool, Form()] = False,
 ) -> dict[str, Any]:
     """Answer a question about a recording; by default, rate its pronunciation. For a model that answers."""
-    context = server_context(request)
     await context.client.wait_until_loaded()
     context.resolve_model(model)
     rate = context.sample_rate
     samples = await context.uploads.decode(await file.read(), rate, param="file", max_seconds=MAX_ANSWER_SECONDS)
-    job = context.client.submit(lambda id: AnswerMessage(id, samples, question, max_tokens, constrained))
+    job = context.client.submit(AnswerMessage(samples, question, max_tokens, constrained))
     try:
         result = await unless_disconnected(request.receive, job.result())
     finally:

@@ -10,18 +10,19 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from fastapi import Depends
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 from myna.core.errors import ConfigError, DataError
 from myna.models.ref import ModelRef, display_name, weights_sha256
-from myna.provenance.speech_log import SpeechOrigin, check_log, log_speech
+from myna.provenance.speech_log import SpeechOrigin, check_log, log_speech, new_id
 from myna.provenance.voice_store import StoredVoice, VoiceStore
-from myna.serve.engine_client import AdapterCatalog, EngineClient
-from myna.serve.messages import AudioPiece, EngineSettings, RequestEnd, StepReport
+from myna.serve.engine_client import AdapterCatalog, EngineClient, EngineJob
+from myna.serve.messages import AudioPiece, EngineSettings, RequestEnd, SpeakMessage, StepReport
 from myna.serve.schemas import MAX_CHARACTERS, ApiError, InlineReference, SpeechSettings
 from myna.serve.transcoding import UploadDecoder, recording_bytes
 from myna.speak.request import ReferenceRecording, SpeechRequest, read_reference
@@ -168,9 +169,9 @@ class PreparedSpeech:
     origin: SpeechOrigin
 
     def take(self, number: int) -> PreparedSpeech:
-        """Return the same request with another seed."""
+        """Return the same request with another seed and id."""
         request = self.request.take(number)
-        return PreparedSpeech(request, replace(self.origin, seed=request.seed))
+        return PreparedSpeech(request, replace(self.origin, seed=request.seed, id=new_id()))
 
 
 @dataclass(eq=False)
@@ -322,14 +323,22 @@ class ServerContext:
             self._weights[source] = await asyncio.to_thread(weights_sha256, weights) if weights is not None else ""
         return self._weights[source]
 
+    def submit(self, prepared: PreparedSpeech) -> EngineJob:
+        """Send a request to the engine, under the id of its origin."""
+        return self.client.submit(SpeakMessage(prepared.request, id=prepared.origin.id))
+
     async def log(self, origin: SpeechOrigin, audio: bytes, **details: Any) -> None:
         """Add audio that was sent to the speech log."""
         await asyncio.to_thread(log_speech, "streamed", origin, audio, **details)
 
 
-def server_context(connection: HTTPConnection) -> ServerContext:
+async def _server_context(connection: HTTPConnection) -> ServerContext:
     context: ServerContext = connection.app.state.context
     return context
+
+
+Context = Annotated[ServerContext, Depends(_server_context)]
+"""Parameter of a route: the state of its server."""
 
 
 Result = TypeVar("Result")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 import multiprocessing
@@ -18,16 +17,7 @@ from threading import Event, Thread
 from typing import Any
 
 from myna.serve import messages
-from myna.serve.messages import (
-    AudioPiece,
-    EngineInfo,
-    EngineMessage,
-    EngineSettings,
-    Failure,
-    RequestEnd,
-    StepReport,
-    WorkerLoad,
-)
+from myna.serve.messages import EngineInfo, EngineMessage, EngineSettings, Failure, RequestEnd, StepReport
 from myna.serve.schemas import ApiError
 
 MAX_RESTART_SECONDS = 30.0
@@ -45,8 +35,9 @@ log = logging.getLogger("myna.serve")
 class EngineJob:
     """One request to the engine: its events as they come. Leaving it early cancels it."""
 
-    def __init__(self, client: EngineClient, id: str) -> None:
-        self._client, self.id, self.adapter, self.began = client, id, "", time.monotonic()
+    def __init__(self, client: EngineClient, message: messages.AnsweredMessage) -> None:
+        self._client, self.id, self.began = client, message.id, time.monotonic()
+        self.adapter = message.request.adapter if isinstance(message, messages.SpeakMessage) else ""
         self._events: asyncio.Queue[messages.RequestEvent] = asyncio.Queue()
         self.end: RequestEnd | None = None
 
@@ -54,7 +45,7 @@ class EngineJob:
         """Yield audio as it comes; raise an error of the engine. The end is in `end` afterwards."""
         while self.end is None:
             event = await self._events.get()
-            if isinstance(event, AudioPiece):
+            if isinstance(event, messages.AudioPiece):
                 yield event.pcm
                 continue
             self.end = event
@@ -81,13 +72,12 @@ class EngineClient:
         """Facts of the loaded model; None while it is being loaded."""
         self.known: EngineInfo | None = None
         """Facts of the last model that was loaded."""
-        self.load = WorkerLoad()
+        self.load = messages.WorkerLoad()
         self.load_failure: Failure | None = None
         self.restarts = 0
         self.on_report: Callable[[StepReport], None] = lambda _: None
         self._jobs: dict[str, EngineJob] = {}
         self._unsent: list[EngineMessage] = []
-        self._numbers = itertools.count()
         self._seconds: deque[float] = deque(maxlen=32)
         """Seconds that the last requests took."""
         self._heard = time.monotonic()
@@ -149,10 +139,10 @@ class EngineClient:
             self._process.kill()
             await asyncio.to_thread(self._thread.join, STOP_SECONDS)
 
-    def submit(self, make_message: Callable[[str], EngineMessage], *, counts: bool = True) -> EngineJob:
-        """Send a message with a new id. A full queue refuses it, unless it does not count as a request."""
+    def submit(self, message: messages.AnsweredMessage) -> EngineJob:
+        """Send a message. A full queue refuses it, unless it is about an adapter."""
         self._check_loaded()
-        if counts and self.in_flight >= self.capacity:
+        if not isinstance(message, messages.AdapterMessage) and self.in_flight >= self.capacity:
             # Seconds until about half of the waiting requests will have been spoken.
             mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
             seconds = math.ceil(mean * self.settings.max_waiting / (2 * self.settings.rows))
@@ -163,10 +153,7 @@ class EngineClient:
                 code="queue_full",
                 headers={"retry-after": str(min(max(seconds, RETRY_RANGE[0]), RETRY_RANGE[1]))},
             )
-        job = EngineJob(self, f"request {next(self._numbers)}")
-        self._jobs[job.id] = job
-        message = make_message(job.id)
-        job.adapter = message.request.adapter if isinstance(message, messages.SpeakMessage) else ""
+        job = self._jobs[message.id] = EngineJob(self, message)
         self.send(message)
         return job
 
@@ -191,7 +178,7 @@ class EngineClient:
         match message:
             case EngineInfo():
                 self.info = self.known = message
-                self.load, self.load_failure = WorkerLoad(adapters=message.adapters), None
+                self.load, self.load_failure = messages.WorkerLoad(adapters=message.adapters), None
                 unsent, self._unsent = self._unsent, []
                 for one in unsent:
                     self.send(one)
@@ -215,7 +202,7 @@ class EngineClient:
 
     def _died(self, exit_code: int | None, is_told: Event) -> None:
         """Fail the requests of an engine process that has ended. Unsent ones wait for the next process."""
-        self.info, self.load = None, WorkerLoad(adapters=self.load.adapters)
+        self.info, self.load = None, messages.WorkerLoad(adapters=self.load.adapters)
         self.restarts += 1
         log.error("the engine process ended with code %s; it is started again", exit_code)
         unsent = {getattr(message, "id", "") for message in self._unsent}
@@ -313,7 +300,7 @@ class AdapterCatalog:
 
     async def _change(self, name: str, source: str | None) -> None:
         client = self._client
-        await client.submit(lambda id: messages.AdapterMessage(id, name, source), counts=False).result()
+        await client.submit(messages.AdapterMessage(name, source)).result()
         # An engine process that is started again loads them again.
         loaded = {one: self.sources[one] for one in client.load.adapters if one in self.sources}
         client.settings = replace(client.settings, adapters=loaded)

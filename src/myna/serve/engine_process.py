@@ -31,16 +31,7 @@ from myna.models.ref import ModelRef
 from myna.provenance.credentials import check_installed
 from myna.provenance.watermark import MARK_NAME, StreamWatermark
 from myna.serve import messages
-from myna.serve.messages import (
-    AudioPiece,
-    EngineInfo,
-    EngineMessage,
-    EngineSettings,
-    Failure,
-    RequestEnd,
-    RequestEvent,
-    WorkerLoad,
-)
+from myna.serve.messages import EngineInfo, EngineMessage, EngineSettings, Failure, RequestEnd, RequestEvent, WorkerLoad
 from myna.speak.answering import AnswerModel, AudioQuestion
 from myna.speak.batch import MAX_CONTEXT_SECONDS, RunningRequest, SpeechPlan, SpokenSegment
 from myna.speak.engine import Engine, encode_clip
@@ -289,7 +280,7 @@ class SpeechWorker:
         if running.id not in self._running:
             return []
         samples, request = running.take_samples(), running.plan.request
-        pieces: list[RequestEvent] = [AudioPiece(running.id, pcm16(samples))] if len(samples) else []
+        pieces: list[RequestEvent] = [messages.AudioPiece(running.id, pcm16(samples))] if len(samples) else []
         if not running.ended:
             return pieces
         del self._running[running.id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
@@ -40,18 +41,23 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeakMessage:
+class _Answered:
+    """Message that is answered by a `RequestEnd` with its id."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeakMessage(_Answered):
     """Request to speak. Its references are samples at the codec's sample rate."""
 
-    id: str
     request: SpeechRequest
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerMessage:
+class AnswerMessage(_Answered):
     """Request to answer a question about a recording."""
 
-    id: str
     samples: Samples
     question: str
     max_tokens: int
@@ -59,10 +65,9 @@ class AnswerMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterMessage:
+class AdapterMessage(_Answered):
     """Request to load an adapter, or to unload it if there is no source."""
 
-    id: str
     name: str
     source: str | None
 
@@ -81,7 +86,8 @@ class EndSessionMessage:
     session: str
 
 
-EngineMessage = SpeakMessage | AnswerMessage | AdapterMessage | CancelMessage | EndSessionMessage
+AnsweredMessage = SpeakMessage | AnswerMessage | AdapterMessage
+EngineMessage = AnsweredMessage | CancelMessage | EndSessionMessage
 
 
 @dataclass(frozen=True, slots=True)

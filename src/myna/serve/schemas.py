@@ -43,8 +43,8 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     @staticmethod
-    def of(error: MynaError, *, param: str | None = None) -> ApiError:
-        return ApiError(400, f"{error.what} ({error.hint})", param=param)
+    def of(error: MynaError, status: int = 400, *, param: str | None = None) -> ApiError:
+        return ApiError(status, f"{error.what} ({error.hint})", param=param)
 
     @staticmethod
     def of_failure(failure: Failure) -> ApiError:
@@ -256,15 +256,3 @@ class ConsentNameBody(_Body):
     """Body of `POST /v1/audio/voice_consents/ID`."""
 
     name: str = Field(min_length=1, max_length=64)
-
-
-class SpokenItem(BaseModel):
-    """Speech of one text, or of one take."""
-
-    index: int
-    audio: str = Field(description="The file, in base64.")
-    format: AudioFormat
-    seed: int
-    finish_reason: str
-    warnings: list[str]
-    error: dict[str, Any] | None = None

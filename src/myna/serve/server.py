@@ -29,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from myna import __version__
 from myna.core.errors import ConfigError, SpeakError
 from myna.serve import catalog_routes, speech_routes
-from myna.serve.context import ServerContext, ServerSettings, server_context
+from myna.serve.context import Context, ServerContext, ServerSettings
 from myna.serve.messages import EngineInfo
 from myna.serve.schemas import ApiError, validation_error
 
@@ -261,24 +261,24 @@ router = APIRouter()
 
 
 @router.get("/health", tags=["status"])
-async def health(request: Request) -> Response:
+async def health(context: Context) -> Response:
     """Return whether the server and its engine work."""
-    client = server_context(request).client
+    client = context.client
     state = {"status": "ok" if client.healthy else "failed", "engine_restarts": client.restarts}
     return JSONResponse(state, 200 if client.healthy else 503)
 
 
 @router.get("/ready", tags=["status"])
-async def ready(request: Request) -> Response:
+async def ready(context: Context) -> Response:
     """Return whether the model is loaded and warm."""
-    is_ready = server_context(request).client.ready
+    is_ready = context.client.ready
     return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
 
 @router.get("/metrics", tags=["status"], response_class=PlainTextResponse)
-async def metrics(request: Request) -> Response:
+async def metrics(context: Context) -> Response:
     """Return figures for Prometheus."""
-    return Response(await server_context(request).render_metrics(), media_type="text/plain; version=0.0.4")
+    return Response(await context.render_metrics(), media_type="text/plain; version=0.0.4")
 
 
 @router.get("/", include_in_schema=False)

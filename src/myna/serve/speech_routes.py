@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -20,9 +20,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from myna.provenance.credentials import sign_audio
 from myna.provenance.speech_log import SpeechOrigin
-from myna.serve.context import PreparedSpeech, ServerContext, server_context, unless_disconnected
+from myna.serve.context import Context, PreparedSpeech, ServerContext, unless_disconnected
 from myna.serve.engine_client import EngineJob
-from myna.serve.messages import EndSessionMessage, RequestEnd, SpeakMessage
+from myna.serve.messages import EndSessionMessage, RequestEnd
 from myna.serve.schemas import (
     TELEPHONY_RATES,
     ApiError,
@@ -31,7 +31,6 @@ from myna.serve.schemas import (
     SpeechBatchBody,
     SpeechBody,
     SpeechSettings,
-    SpokenItem,
     ignored_header,
     validation_error,
 )
@@ -53,50 +52,40 @@ log = logging.getLogger("myna.serve")
     response_class=Response,
     responses={200: {"content": {media: {} for media in (*MEDIA_TYPES.values(), "text/event-stream")}}},
 )
-async def create_speech(body: SpeechBody, request: Request) -> Response:
+async def create_speech(body: SpeechBody, request: Request, context: Context) -> Response:
     """Speak a text. Audio is sent as it is generated."""
-    context = server_context(request)
     prepared = await context.prepare(body, body.input)
     if body.takes == 1:
         return SpeechResponse(context, body, prepared)
     if body.stream_format == "sse":
         raise ApiError(400, "several takes are answered as JSON, not as events", param="takes")
     takes = [_speak_whole(context, prepared.take(number), body) for number in range(body.takes)]
-    items = await unless_disconnected(request.receive, asyncio.gather(*takes))
-    results = [item.model_dump() | {"index": n} for n, item in enumerate(items or ())]
-    return JSONResponse({"results": results}, headers=ignored_header(body.ignored))
+    return _results(await unless_disconnected(request.receive, asyncio.gather(*takes)) or [], body.ignored)
 
 
 @router.post("/v1/audio/speech/batch")
-async def create_speech_batch(body: SpeechBatchBody, request: Request) -> JSONResponse:
+async def create_speech_batch(body: SpeechBatchBody, request: Request, context: Context) -> JSONResponse:
     """Speak several texts, and answer when all are spoken. A failed item has an error of its own."""
-    context = server_context(request)
     items = [_merge_item(item, body.defaults, number) for number, item in enumerate(body.items)]
     turns = asyncio.Semaphore(context.settings.engine.rows)
 
-    async def speak(number: int, item: SpeechBody) -> SpokenItem:
+    async def speak(item: SpeechBody) -> dict[str, Any]:
         async with turns:
             try:
                 prepared = await context.prepare(item, item.input, priority=1)
-                spoken = await _speak_whole(context, prepared, item, wait=True)
+                return await _speak_whole(context, prepared, item, wait=True)
             except ApiError as error:
-                return SpokenItem(
-                    index=number,
-                    audio="",
-                    format=item.response_format,
-                    seed=item.seed,
-                    finish_reason="error",
-                    warnings=[],
-                    error=error.body["error"],
-                )
-            return spoken.model_copy(update={"index": number})
+                return _result(item, item.seed, b"", RequestEnd(""), error.body["error"])
 
-    work = asyncio.gather(*(speak(number, item) for number, item in enumerate(items)))
-    spoken = await unless_disconnected(request.receive, work) or []
-    failed = sum(item.error is not None for item in spoken)
+    spoken = await unless_disconnected(request.receive, asyncio.gather(*map(speak, items))) or []
+    failed = sum(item["error"] is not None for item in spoken)
     counts = {"total": len(spoken), "succeeded": len(spoken) - failed, "failed": failed}
-    ignored = ignored_header({name for item in items for name in item.ignored})
-    return JSONResponse({"results": [item.model_dump() for item in spoken], **counts}, headers=ignored)
+    return _results(spoken, {name for item in items for name in item.ignored}, **counts)
+
+
+def _results(items: Sequence[dict[str, Any]], ignored: Iterable[str], **counts: int) -> JSONResponse:
+    numbered = [{"index": number} | item for number, item in enumerate(items)]
+    return JSONResponse({"results": numbered, **counts}, headers=ignored_header(ignored))
 
 
 def _merge_item(item: BatchItem, defaults: dict[str, Any], number: int) -> SpeechBody:
@@ -110,11 +99,11 @@ def _merge_item(item: BatchItem, defaults: dict[str, Any], number: int) -> Speec
 
 async def _speak_whole(
     context: ServerContext, prepared: PreparedSpeech, body: SpeechSettings, *, wait: bool = False
-) -> SpokenItem:
+) -> dict[str, Any]:
     """Speak a request into one file; with `wait`, wait while the queue is full."""
     while True:
         try:
-            job = submit_speech(context, prepared)
+            job = context.submit(prepared)
             break
         except ApiError as error:
             if not wait or error.status != 429:
@@ -126,14 +115,21 @@ async def _speak_whole(
         job.cancel()
     content, is_signed = await asyncio.to_thread(_finished_file, pcm, body, context.sample_rate, prepared.origin)
     await context.log(prepared.origin, pcm, finish_reason=end.finish_reason, signed=is_signed)
-    return SpokenItem(
-        index=0,
-        audio=base64.b64encode(content).decode(),
-        format=body.response_format,
-        seed=prepared.origin.seed,
-        finish_reason=end.finish_reason or "error",
-        warnings=list(end.warnings),
-    )
+    return _result(body, prepared.origin.seed, content, end)
+
+
+def _result(
+    body: SpeechSettings, seed: int, content: bytes, end: RequestEnd, error: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the result of one text, or of one take."""
+    return {
+        "audio": base64.b64encode(content).decode(),
+        "format": body.response_format,
+        "seed": seed,
+        "finish_reason": end.finish_reason or "error",
+        "warnings": list(end.warnings),
+        "error": error,
+    }
 
 
 def _finished_file(pcm: bytes, body: SpeechSettings, sample_rate: int, origin: SpeechOrigin) -> tuple[bytes, bool]:
@@ -143,8 +139,41 @@ def _finished_file(pcm: bytes, body: SpeechSettings, sample_rate: int, origin: S
     return (plain, False) if signed is None else (signed, True)
 
 
-def submit_speech(context: ServerContext, prepared: PreparedSpeech) -> EngineJob:
-    return context.client.submit(lambda id: SpeakMessage(id, prepared.request))
+async def encoded_audio(
+    context: ServerContext, prepared: PreparedSpeech, body: SpeechSettings, job: EngineJob
+) -> AsyncGenerator[bytes, None]:
+    """Yield the audio of a request in the format of its body, as it is generated. It is in the speech log before its
+    last bytes are given out, whatever happens to the server then; and when the caller leaves early."""
+    rate = context.sample_rate
+    encoder = AudioEncoder(body.response_format, rate, body.output_rate(rate), body.bit_rate)
+    given, is_logged = bytearray(), False
+
+    async def log_once() -> None:
+        nonlocal is_logged
+        if given and not is_logged:
+            is_logged = True
+            reason = job.end.finish_reason if job.end is not None else "cancelled"
+            await asyncio.shield(context.log(prepared.origin, bytes(given), finish_reason=reason))
+
+    try:
+        async for pcm in job.pieces():
+            given += pcm
+            if data := encoder.push(pcm):
+                yield data
+        if not given:
+            raise ApiError(
+                500,
+                f"the model ended at once with seed {prepared.origin.seed}: there is no speech; try another seed",
+                code="no_speech",
+                headers={"x-should-retry": "false"},
+            )
+        await log_once()
+        if data := encoder.finish():
+            yield data
+    finally:
+        job.cancel()  # the slot is free at once; the log waits for the disk, and for others that write to it
+        encoder.close()
+        await log_once()
 
 
 class SpeechResponse(Response):
@@ -154,26 +183,18 @@ class SpeechResponse(Response):
     def __init__(self, context: ServerContext, body: SpeechBody, prepared: PreparedSpeech) -> None:
         super().__init__()
         self._context, self._body, self._prepared = context, body, prepared
-        self._rate = body.output_rate(context.sample_rate)
         self._is_sse = body.stream_format == "sse"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         began = time.monotonic()
-        job = submit_speech(self._context, self._prepared)
+        job = self._context.submit(self._prepared)
         try:
             await unless_disconnected(receive, self._stream(job, send, began))
         finally:
             job.cancel()
 
     async def _stream(self, job: EngineJob, send: Send, began: float) -> None:
-        is_started, is_logged, given = False, False, bytearray()
-
-        async def log_once() -> None:
-            nonlocal is_logged
-            if given and not is_logged:
-                is_logged = True
-                reason = job.end.finish_reason if job.end is not None else "cancelled"
-                await asyncio.shield(self._context.log(self._prepared.origin, bytes(given), finish_reason=reason))
+        is_started = False
 
         async def send_body(data: bytes, *, more: bool = True) -> None:
             nonlocal is_started
@@ -188,12 +209,12 @@ class SpeechResponse(Response):
                 await send(message)
 
         try:
-            async for data in self._encoded(job, given):
-                await send_body(
-                    _event("speech.audio.delta", audio=base64.b64encode(data).decode()) if self._is_sse else data
-                )
+            async with aclosing(encoded_audio(self._context, self._prepared, self._body, job)) as audio:
+                async for data in audio:
+                    await send_body(
+                        _event("speech.audio.delta", audio=base64.b64encode(data).decode()) if self._is_sse else data
+                    )
             assert job.end is not None
-            await log_once()  # what a client has heard to its end is in the log, whatever happens to the server then
             await send_body(self._done_event(job.end) if self._is_sse else b"", more=False)
         except ApiError as error:
             if not is_started:
@@ -204,30 +225,6 @@ class SpeechResponse(Response):
             # No last chunk is sent, which aborts the connection: raw audio that ended as usual would look complete.
         except TimeoutError:
             log.warning("request %s: its client no longer reads", self._prepared.origin.id)
-        finally:
-            job.cancel()  # the row is free at once; the log waits for the disk, and for whoever else writes to it
-            await log_once()
-
-    async def _encoded(self, job: EngineJob, given: bytearray) -> AsyncIterator[bytes]:
-        body = self._body
-        encoder = AudioEncoder(body.response_format, self._context.sample_rate, self._rate, body.bit_rate)
-        try:
-            async for pcm in job.pieces():
-                given += pcm
-                if data := encoder.push(pcm):
-                    yield data
-            if not given:
-                seed = self._prepared.origin.seed
-                raise ApiError(
-                    500,
-                    f"the model ended at once with seed {seed}: there is no speech; try another seed",
-                    code="no_speech",
-                    headers={"x-should-retry": "false"},
-                )
-            if data := encoder.finish():
-                yield data
-        finally:
-            encoder.close()
 
     def _response_headers(self) -> list[tuple[bytes, bytes]]:
         origin, format = self._prepared.origin, self._body.response_format
@@ -237,7 +234,7 @@ class SpeechResponse(Response):
             "x-accel-buffering": "no",
             "x-request-id": origin.id,
             "x-server-id": self._context.id,
-            "x-sample-rate": str(self._rate),
+            "x-sample-rate": str(self._body.output_rate(self._context.sample_rate)),
             "x-channels": "1",
             "x-bit-depth": "8" if format in TELEPHONY_RATES else "16",
             "x-watermark": origin.watermark or "none",
@@ -267,9 +264,9 @@ class SessionConfig(SpeechSettings):
 
 
 @router.websocket("/v1/audio/speech/stream")
-async def stream_speech(socket: WebSocket) -> None:
+async def stream_speech(socket: WebSocket, context: Context) -> None:
     await socket.accept()
-    await SpeechSession(socket, server_context(socket)).run()
+    await SpeechSession(socket, context).run()
 
 
 class SpeechSession:
@@ -388,7 +385,7 @@ class SpeechSession:
             self._closing = asyncio.ensure_future(self._close(1011))
 
     async def _close(self, code: int = 1000) -> None:
-        with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # it may have gone meanwhile
+        with suppress(RuntimeError, WebSocketDisconnect):  # it may have gone meanwhile
             await self._socket.close(code)
 
     async def _speak_all(self) -> None:
@@ -409,20 +406,17 @@ class SpeechSession:
     async def _speak(self, sentence: str, place: dict[str, int]) -> None:
         config, context = self._config, self._context
         prepared = await context.prepare(config, sentence, session=self._id)
-        job = submit_speech(context, prepared)
-        rate = config.output_rate(context.sample_rate)
-        encoder = AudioEncoder(config.response_format, context.sample_rate, rate, config.bit_rate)
-        given, waiting, sent = bytearray(), b"", 0
-        form = {"format": config.response_format, "sample_rate": rate}
+        job = context.submit(prepared)
+        form = {"format": config.response_format, "sample_rate": config.output_rate(context.sample_rate)}
+        waiting, sent = b"", 0
         try:
             await self._send({"type": "audio.start", **place, "sentence_text": sentence, **form})
-            async for pcm in job.pieces():
-                given += pcm
-                waiting += encoder.push(pcm)
-                if config.stream_audio and waiting:
-                    await self._socket.send_bytes(waiting)
-                    sent, waiting = sent + len(waiting), b""
-            waiting += encoder.finish()
+            async with aclosing(encoded_audio(context, prepared, config, job)) as audio:
+                async for data in audio:
+                    waiting += data
+                    if config.stream_audio:
+                        await self._socket.send_bytes(waiting)
+                        sent, waiting = sent + len(waiting), b""
             if waiting:
                 await self._socket.send_bytes(waiting)
             assert job.end is not None
@@ -430,10 +424,6 @@ class SpeechSession:
             await self._send({"type": "audio.done", **place, "total_bytes": sent + len(waiting), **end})
         finally:
             job.cancel()
-            encoder.close()
-            if given:
-                reason = job.end.finish_reason if job.end is not None else "cancelled"
-                await asyncio.shield(context.log(prepared.origin, bytes(given), finish_reason=reason))
 
     async def _send(self, message: dict[str, Any]) -> None:
         await self._socket.send_text(json.dumps(message))
