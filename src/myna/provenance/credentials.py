@@ -93,11 +93,10 @@ def sign_audio(content: bytes, suffix: str, origin: SpeechOrigin) -> bytes | Non
         "title": f"{origin.id}{suffix}",
         "assertions": [{"label": "c2pa.actions", "data": {"actions": [created]}}, {"label": ASSERTION, "data": known}],
     }
-    key = _signing_key()
-    certificates, private_key = key[: key.index(b"-----BEGIN PRIVATE")], key[key.index(b"-----BEGIN PRIVATE") :]
+    certificates, *private_key = _signing_key().partition(b"-----BEGIN PRIVATE")
     signed = io.BytesIO()
     with (
-        c2pa.Signer.from_info(c2pa.C2paSignerInfo("es256", certificates, private_key, None)) as signer,
+        c2pa.Signer.from_info(c2pa.C2paSignerInfo("es256", certificates, b"".join(private_key), None)) as signer,
         c2pa.Builder(manifest) as builder,
     ):
         builder.sign(signer, mime, io.BytesIO(content), signed)
@@ -171,8 +170,7 @@ def _serial_number(certificates: str) -> str:
 
 def _own_certificates() -> str:
     file = user_folder("config") / KEY_FILE
-    content = file.read_text(encoding="ascii") if file.is_file() else ""
-    return content[: content.index("-----BEGIN PRIVATE")] if content else ""
+    return file.read_text(encoding="ascii").partition("-----BEGIN PRIVATE")[0] if file.is_file() else ""
 
 
 def _signing_key() -> bytes:

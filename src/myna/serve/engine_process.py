@@ -10,7 +10,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -48,10 +48,11 @@ class ReferenceEncoder:
     that is known, or being encoded, is not encoded again."""
 
     def __init__(self, codec: Codec, device: torch.device, *, single_thread: bool) -> None:
-        self._codec, self._device, self._single_thread = codec, device, single_thread
+        self._codec = codec
         self._clips: OrderedDict[bytes, Future[AudioClip]] = OrderedDict()
-        self._queue: SimpleQueue[tuple[Future[AudioClip], str, Samples]] = SimpleQueue()
-        Thread(target=self._run, name="reference encoder", daemon=True).start()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        start = partial(torch.set_num_threads, 1) if single_thread else None
+        self._thread = ThreadPoolExecutor(1, "reference encoder", start)
 
     def encode(self, samples: Samples) -> Future[AudioClip]:
         """Return the future codes of a recording. Call it from one thread."""
@@ -60,29 +61,15 @@ class ReferenceEncoder:
         key = hashlib.blake2b(samples.tobytes(), digest_size=16).digest()
         clip = self._clips.get(key)
         if clip is None or clip.cancelled() or (clip.done() and clip.exception() is not None):
-            clip = self._clips[key] = Future()
-            self._queue.put((clip, key.hex(), samples))
+            clip = self._clips[key] = self._thread.submit(self._encode, key.hex(), samples)
             if len(self._clips) > MAX_CACHED_REFERENCES:
                 self._clips.popitem(last=False)
         self._clips.move_to_end(key)
         return clip
 
-    def _run(self) -> None:
-        if self._single_thread:
-            torch.set_num_threads(1)
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        while True:
-            clip, id, samples = self._queue.get()
-            if not clip.set_running_or_notify_cancel():
-                continue
-            try:
-                with torch.cuda.stream(stream) if stream is not None else nullcontext():
-                    codes = encode_clip(self._codec, samples)
-            except Exception as error:  # noqa: BLE001 - raised where the result is asked for
-                clip.set_exception(error)
-            else:
-                clip.set_result(AudioClip(id, codes))
-            del clip, samples  # not kept until the next comes
+    def _encode(self, id: str, samples: Samples) -> AudioClip:
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            return AudioClip(id, encode_clip(self._codec, samples))
 
 
 REPORT_SECONDS = 0.25
@@ -175,8 +162,7 @@ def open_worker(settings: EngineSettings) -> SpeechWorker | AnswerWorker:
 class _Encoding(NamedTuple):
     """Request whose references are being encoded, with its place in the queue."""
 
-    id: str
-    request: SpeechRequest
+    message: messages.SpeakMessage
     place: int
     clips: tuple[Future[AudioClip], ...]
 
@@ -236,7 +222,7 @@ class SpeechWorker:
                 message.request.check()
                 recordings = (one.audio for one in message.request.recordings)
                 clips = tuple(self._encoder.encode(audio) for audio in recordings if isinstance(audio, np.ndarray))
-                self._encoding[message.id] = _Encoding(message.id, message.request, self._batch.reserve(), clips)
+                self._encoding[message.id] = _Encoding(message, self._batch.reserve(), clips)
             case messages.CancelMessage() if (waiting := self._encoding.pop(message.id, None)) is not None:
                 for clip in set(waiting.clips).difference(*(other.clips for other in self._encoding.values())):
                     clip.cancel()
@@ -264,15 +250,16 @@ class SpeechWorker:
             )
         events: list[RequestEvent] = []
         for waiting in [one for one in self._encoding.values() if all(clip.done() for clip in one.clips)]:
-            del self._encoding[waiting.id]
-            events += _attempt(waiting.id, partial(self._submit, waiting))
+            del self._encoding[waiting.message.id]
+            events += _attempt(waiting.message.id, partial(self._submit, waiting))
         return events + [event for running in self._batch.step() for event in self._report(running)]
 
     def _submit(self, waiting: _Encoding) -> list[RequestEvent]:
         """Queue a request whose references are encoded, in its place."""
-        plan = self._plan(waiting.request, [clip.result() for clip in waiting.clips])
-        watermark = self._watermark(waiting.request)
-        self._running[waiting.id] = self._batch.submit(plan, id=waiting.id, watermark=watermark, place=waiting.place)
+        id, request = waiting.message.id, waiting.message.request
+        plan = self._plan(request, [clip.result() for clip in waiting.clips])
+        watermark = self._watermark(request)
+        self._running[id] = self._batch.submit(plan, id=id, watermark=watermark, place=waiting.place)
         return []
 
     def _report(self, running: RunningRequest) -> list[RequestEvent]:

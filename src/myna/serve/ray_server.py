@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from myna.core.errors import ConfigError, SpeakError
-from myna.core.pools import connect_cluster
+from myna.core.pools import absolute_folder, connect_cluster
 from myna.serve.context import ServerSettings, resolve_sources
 from myna.serve.messages import EngineInfo, EngineSettings
 
@@ -227,20 +227,16 @@ def deployment_options(
 
 def _absolute(settings: ServerSettings) -> ServerSettings:
     """Make all paths absolute: replicas have working directories of their own."""
-
-    def absolute(source: str) -> str:
-        return str(Path(source).absolute()) if Path(source).exists() else source
-
     engine, voices = settings.engine, settings.voices
     named = {name: getattr(engine, name) for name in ("source", "model", "codec")}
-    paths: dict[str, Any] = {name: absolute(source) for name, source in named.items() if source is not None}
-    paths["adapters"] = {name: absolute(folder) for name, folder in engine.adapters.items()}
+    paths: dict[str, Any] = {name: absolute_folder(source) for name, source in named.items() if source is not None}
+    paths["adapters"] = {name: absolute_folder(folder) for name, folder in engine.adapters.items()}
     return replace(
         settings,
         engine=replace(engine, **paths),
         adapter_folders=tuple(folder.absolute() for folder in settings.adapter_folders),
         voices=voices.absolute() if voices is not None else None,
-        asr=absolute(settings.asr) if settings.asr is not None else None,
+        asr=absolute_folder(settings.asr) if settings.asr is not None else None,
     )
 
 
