@@ -57,9 +57,9 @@ def test_sources_without_a_common_base_are_refused(folders: tuple[str, str, str]
 
 
 def test_names_of_this_machine() -> None:
-    own = {"127.0.0.1:80", "localhost:80", "[::1]:80"}
-    assert local_hosts("127.0.0.1", 80) == local_hosts("localhost", 80) == local_hosts("::1", 80) == own
-    assert local_hosts("127.0.0.1", 80, ["Speech.Example.com"]) == own | {"speech.example.com"}
+    own = {"127.0.0.1:81", "localhost:81", "[::1]:81"}
+    assert local_hosts("127.0.0.1", 81) == local_hosts("localhost", 81) == local_hosts("::1", 81) == own
+    assert local_hosts("127.0.0.1", 81, ["Speech.Example.com"]) == own | {"speech.example.com"}
     assert local_hosts("0.0.0.0", 80) == frozenset()
 
 

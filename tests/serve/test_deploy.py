@@ -96,6 +96,9 @@ def test_arguments_of_ray_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MYNA_API_KEY", "secret")
     arguments = application["args"] | {"sources": ["fledgling"]}
     del arguments["deployment"]
+    with pytest.raises(ConfigError, match="API key is empty"):
+        settings_of_arguments(dict(arguments))
+    del arguments["api_key"]
     settings = settings_of_arguments(dict(arguments))
     assert (settings.engine.rows, settings.drain_seconds, settings.api_key) == (64, 60, "secret")
     with pytest.raises(ConfigError, match="not known: rowz"):

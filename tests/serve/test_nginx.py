@@ -89,7 +89,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ("--streams", "1", "--queue", "0", "--no-watermark", "--allow-host", f"localhost:{port}")
+    options = ("--streams", "1", "--queue", "0", "--no-watermark", "--no-api-key", "--allow-host", f"localhost:{port}")
     with ExitStack() as stack:
         homes = [tmp_path_factory.mktemp("home") for _ in range(2)]
         servers = [stack.enter_context(start_server(home, *options)) for home in homes]

@@ -53,6 +53,10 @@ def _(
     api_key: Annotated[
         str | None, option("Key that clients must send; better in MYNA_API_KEY.", env_var="MYNA_API_KEY", panel=ADDRESS)
     ] = None,
+    no_api_key: Annotated[
+        bool,
+        option("Take requests of other machines without a key: something else checks who asks.", panel=ADDRESS),
+    ] = False,
     drain_seconds: Annotated[
         float, option("Seconds that running requests get to end after SIGTERM.", panel=ADDRESS, least=0)
     ] = 30.0,
@@ -130,6 +134,7 @@ def _(
         host=host,
         port=listener.getsockname()[1],
         api_key=api_key,
+        no_api_key=no_api_key,
         max_characters=max_characters,
         adapter_folders=tuple(Path(one) for one in allow_adapter_loading),
         voices=Path(voices) if voices is not None else None,

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -133,6 +134,14 @@ SHARED_FIELDS = {"language", "temperature", "top_k", "top_p", "max_seconds", "se
 """Fields of a body that are fields of `SpeechRequest` too."""
 
 
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     """Settings of a server: model, address, limits and folders."""
@@ -142,6 +151,8 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    """Key that clients must send. A server that other machines can reach needs one, unless `no_api_key` is set."""
+    no_api_key: bool = False
     max_characters: int = MAX_CHARACTERS
     adapter_folders: tuple[Path, ...] = ()
     """Folders below which adapters may be loaded while the server runs; none forbids it."""
@@ -154,6 +165,16 @@ class ServerSettings:
     """Host names of a proxy, accepted even by a server that is bound to this machine."""
     allowed_origins: tuple[str, ...] = ()
     """Sites such as https://app.example.com whose pages may ask from browsers; `*` is all."""
+
+    def __post_init__(self) -> None:
+        hint = (
+            'export MYNA_API_KEY="$(openssl rand -hex 32)" (`api_key` in a file for Ray); or --no-api-key, where '
+            "something else checks who asks"
+        )
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("the API key is empty, and would be none", hint=hint)
+        if self.api_key is None and not self.no_api_key and (not is_loopback(self.host) or self.allowed_hosts):
+            raise ConfigError("without an API key, everybody who can reach this server could use it", hint=hint)
 
     @property
     def model(self) -> str:

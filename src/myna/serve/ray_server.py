@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from myna.core.errors import ConfigError, SpeakError
 from myna.core.pools import absolute_folder, connect_cluster
@@ -135,7 +136,9 @@ def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
 
 
 ENGINE_FIELDS = tuple(field.name for field in fields(EngineSettings))
-SERVER_FIELDS = ("api_key", "max_characters", "adapter_folders", "voices", "asr", "drain_seconds", "allowed_origins")
+SERVER_FIELDS = tuple(
+    field.name for field in fields(ServerSettings) if field.name not in ("engine", "host", "port", "allowed_hosts")
+)
 BUSY_SHARE = 0.75
 """Share of a replica's streams above which, on average, another replica is started."""
 UPSCALE_SECONDS = 5.0
@@ -246,17 +249,23 @@ def settings_of_arguments(options: dict[str, Any]) -> ServerSettings:
     sources = options.pop("sources", None)
     if not sources:
         raise ConfigError("a Ray application needs sources", hint="sources: [runs/marta], as of myna serve")
-    engine = EngineSettings("", **{name: options.pop(name) for name in ENGINE_FIELDS if name in options})
-    known = {name: options.pop(name) for name in SERVER_FIELDS if name in options}
-    if options:
+    if unknown := sorted(options.keys() - {*ENGINE_FIELDS, *SERVER_FIELDS}):
         raise ConfigError(
-            f"Ray arguments that are not known: {', '.join(sorted(options))}",
+            f"Ray arguments that are not known: {', '.join(unknown)}",
             hint=f"known: {', '.join(('sources', 'deployment', *SERVER_FIELDS, *ENGINE_FIELDS))}",
         )
-    known["adapter_folders"] = tuple(Path(folder) for folder in known.get("adapter_folders", ()))
-    known.setdefault("api_key", os.environ.get("MYNA_API_KEY"))
-    source, adapters = resolve_sources(sources, engine.model, keep_adapters=bool(known["adapter_folders"]))
-    rank = engine.adapter_rank or (64 if adapters or known["adapter_folders"] else None)
-    engine = replace(engine, source=source, adapters=adapters, adapter_rank=rank)
-    # Behind Ray's proxy a replica has names that it does not know.
-    return ServerSettings(engine, host="0.0.0.0", **known)
+    # A worker of the cluster runs this: its environment need not be that of `serve run`, and without a key it refuses.
+    known = {"api_key": os.environ.get("MYNA_API_KEY")} | {one: options[one] for one in SERVER_FIELDS if one in options}
+    engine = {"source": ""} | {one: options[one] for one in ENGINE_FIELDS if one in options}
+    try:
+        # Behind Ray's proxy a replica has names that it does not know.
+        settings = TypeAdapter(ServerSettings).validate_python({"engine": engine, "host": "0.0.0.0"} | known)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise ConfigError(
+            f"Ray argument {place}: {problem['msg']}", hint="correct it under `args` of the file"
+        ) from None
+    source, adapters = resolve_sources(sources, settings.engine.model, keep_adapters=bool(settings.adapter_folders))
+    rank = settings.engine.adapter_rank or (64 if adapters or settings.adapter_folders else None)
+    return replace(settings, engine=replace(settings.engine, source=source, adapters=adapters, adapter_rank=rank))

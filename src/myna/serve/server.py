@@ -8,12 +8,12 @@ import hmac
 import json
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from importlib.resources import files
-from ipaddress import ip_address
 from typing import Any
 
 import uvicorn
@@ -29,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from myna import __version__
 from myna.core.errors import ConfigError, SpeakError
 from myna.serve import catalog_routes, speech_routes
-from myna.serve.context import Context, ServerContext, ServerSettings
+from myna.serve.context import Context, ServerContext, ServerSettings, is_loopback
 from myna.serve.messages import EngineInfo
 from myna.serve.schemas import ApiError, validation_error
 
@@ -45,6 +45,9 @@ SECURITY_HEADERS = (
     (b"cross-origin-resource-policy", b"same-origin"),
 )
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+PAGE_FILES = {"page.js": "text/javascript", "page.css": "text/css"}
+OPEN_PATHS = {"/", "/docs", "/openapi.json", "/health", "/ready", "/metrics", *(f"/page/{name}" for name in PAGE_FILES)}
+"""Routes without a key: pages, which ask for it, and what monitoring reads."""
 
 RequestObserver = Callable[[Scope, int, float], None]
 """Function that is called at the end of a request with its status and seconds."""
@@ -55,7 +58,7 @@ class RequestGuard:
 
     - The Host must be one of `hosts`, if any are given: another name that resolves to this machine is DNS rebinding.
     - An Origin, which browsers send, must be the Host or one of `origins`: other sites get no answer.
-    - Under /v1 the key must be given, if there is one.
+    - The key must be given, if there is one, except for `OPEN_PATHS`. A new route is never open by mistake.
     - Bodies have limits of size and time.
     """
 
@@ -106,7 +109,10 @@ class RequestGuard:
         if (not is_own or is_foreign) and not {origin, "*"} & set(self._origins):
             problem = "requests of pages of other sites are refused (--allow-origin names sites that may ask)"
             raise ApiError(403, problem, code="origin_not_allowed")
-        if self._key is not None and scope["path"].startswith("/v1"):
+        path = scope["path"].removeprefix(
+            scope.get("root_path", "")
+        )  # as the router sees it: below the prefix that a proxy such as Ray's adds
+        if self._key is not None and path not in OPEN_PATHS:
             kind, _, key = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self._key):
                 message = "the API key is missing or wrong; send it as: Authorization: Bearer KEY"
@@ -163,12 +169,9 @@ async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -
 def local_hosts(host: str, port: int, allowed: Sequence[str] = ()) -> frozenset[str]:
     """Return the accepted values of Host for a server that is bound to this machine. On any other address all are
     accepted, since its names are not known."""
-    try:
-        is_local = ip_address(host).is_loopback
-    except ValueError:
-        is_local = host == "localhost"
-    names = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")} if is_local else set()
-    return frozenset(names | {name.lower() for name in allowed})
+    names = {"127.0.0.1", "localhost", "[::1]", f"[{host}]" if ":" in host else host} if is_loopback(host) else set()
+    own = {f"{name}:{port}" for name in names} | (names if port == 80 else set())  # which clients leave out
+    return frozenset(own | {name.lower() for name in allowed})
 
 
 class TimedHttpProtocol(HttpToolsProtocol):
@@ -201,7 +204,6 @@ class TimedHttpProtocol(HttpToolsProtocol):
             self._timer.cancel()
 
 
-PAGE_FILES = {"page.js": "text/javascript", "page.css": "text/css"}
 PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self' blob:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -390,7 +392,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(info[0], socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # On Windows SO_REUSEADDR would let two servers share the port.
+        exclusive = "SO_EXCLUSIVEADDRUSE" if sys.platform == "win32" else "SO_REUSEADDR"
+        listener.setsockopt(socket.SOL_SOCKET, getattr(socket, exclusive), 1)
         listener.bind(info[4])
     except OSError as error:
         raise ConfigError(
