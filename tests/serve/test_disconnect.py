@@ -39,7 +39,7 @@ def test_speech_ends_in_any_turn_of_the_loop_in_which_its_client_leaves(turns: i
     """One of these turns is that in which a piece of audio has just been sent."""
     job = LongJob()
     context = mock.Mock(sample_rate=24_000, log=mock.AsyncMock())
-    context.submit.return_value = job
+    context.submit = mock.AsyncMock(return_value=[job])
     origin = SpeechOrigin("fledgling", "", "", "", "", "Yes.", 0, "")
     body = SpeechBody(model="fledgling", input="Yes.", voice="default", response_format="pcm")
     response = SpeechResponse(context, body, PreparedSpeech(SpeechRequest("Yes."), origin))

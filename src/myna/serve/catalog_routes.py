@@ -248,7 +248,7 @@ async def create_assessment(
     context.resolve_model(model)
     rate = context.sample_rate
     samples = await context.uploads.decode(await file.read(), rate, param="file", max_seconds=MAX_ANSWER_SECONDS)
-    job = context.client.submit(AnswerMessage(samples, question, max_tokens, constrained))
+    (job,) = context.client.submit_all([AnswerMessage(samples, question, max_tokens, constrained)])
     try:
         result = await unless_disconnected(request.receive, job.result())
     finally:

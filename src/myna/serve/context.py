@@ -290,8 +290,6 @@ class ServerContext:
             seed=body.seed,
             watermark=self.client.known.watermark if self.client.known is not None else "",
         )
-        if adapter:
-            await self.adapters.load(adapter)
         return PreparedSpeech(request, origin)
 
     async def _references(self, body: SpeechSettings) -> tuple[ReferenceRecording, ...]:
@@ -344,9 +342,12 @@ class ServerContext:
             self._weights[source] = await asyncio.to_thread(weights_sha256, weights) if weights is not None else ""
         return self._weights[source]
 
-    def submit(self, prepared: PreparedSpeech) -> EngineJob:
-        """Send a request to the engine, under the id of its origin."""
-        return self.client.submit(SpeakMessage(prepared.request, id=prepared.origin.id))
+    async def submit(self, takes: Sequence[PreparedSpeech]) -> list[EngineJob]:
+        """Send takes of one request to the engine, all or none, under the ids of their origins. Its adapter is loaded
+        here, where no other request can take its place."""
+        if adapter := takes[0].request.adapter:
+            await self.adapters.load(adapter)
+        return self.client.submit_all([SpeakMessage(take.request, id=take.origin.id) for take in takes])
 
     async def log(self, origin: SpeechOrigin, audio: bytes, **details: Any) -> None:
         """Add audio that was sent to the speech log."""

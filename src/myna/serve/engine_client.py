@@ -9,7 +9,7 @@ import math
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -139,10 +139,11 @@ class EngineClient:
             self._process.kill()
             await asyncio.to_thread(self._thread.join, STOP_SECONDS)
 
-    def submit(self, message: messages.AnsweredMessage) -> EngineJob:
-        """Send a message. A full queue refuses it, unless it is about an adapter."""
-        self._check_loaded()
-        if not isinstance(message, messages.AdapterMessage) and self.in_flight >= self.capacity:
+    def submit_all(self, requests: Sequence[messages.AnsweredMessage]) -> list[EngineJob]:
+        """Send requests, all or none: a queue without room for them refuses."""
+        if len(requests) > self.capacity:
+            raise ApiError(400, f"at most {self.capacity} takes are spoken at a time", param="takes")
+        if self.in_flight + len(requests) > self.capacity:
             # Seconds until about half of the waiting requests will have been spoken.
             mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
             seconds = math.ceil(mean * self.settings.max_waiting / (2 * self.settings.rows))
@@ -153,6 +154,11 @@ class EngineClient:
                 code="queue_full",
                 headers={"retry-after": str(min(max(seconds, RETRY_RANGE[0]), RETRY_RANGE[1]))},
             )
+        return [self.submit(request) for request in requests]
+
+    def submit(self, message: messages.AnsweredMessage) -> EngineJob:
+        """Send a message, whether or not the queue is full."""
+        self._check_loaded()
         job = self._jobs[message.id] = EngineJob(self, message)
         self.send(message)
         return job

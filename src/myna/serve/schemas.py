@@ -24,6 +24,9 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 """Types of errors by status; other refused requests are `invalid_request_error`."""
 
 
+SERVER_FAILED = "the server has failed; its log says how"
+
+
 class ApiError(Exception):
     """Refused or failed request, with its status."""
 

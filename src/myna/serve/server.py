@@ -31,7 +31,7 @@ from myna.core.errors import ConfigError, SpeakError
 from myna.serve import catalog_routes, speech_routes
 from myna.serve.context import Context, ServerContext, ServerSettings, is_loopback
 from myna.serve.messages import EngineInfo
-from myna.serve.schemas import ApiError, validation_error
+from myna.serve.schemas import SERVER_FAILED, ApiError, validation_error
 
 MAX_BODY_BYTES = 32 * 2**20
 """Largest body in bytes: a batch of texts, or a recording in base64 with its transcript."""
@@ -325,7 +325,7 @@ async def refuse(request: Request, error: Exception) -> Response:
             texts = {404: f"there is no {request.url.path[:200]}", 405: f"{request.method} is not for this path"}
             message = texts.get(error.status_code, str(error.detail))
             return ApiError(error.status_code, message, headers=error.headers).response()
-    return ApiError(500, "the server has failed; its log says how").response()
+    return ApiError(500, SERVER_FAILED).response()
 
 
 MAX_CONNECTIONS_PER_REQUEST = 4

@@ -24,6 +24,7 @@ from myna.serve.context import Context, PreparedSpeech, ServerContext, unless_di
 from myna.serve.engine_client import EngineJob
 from myna.serve.messages import EndSessionMessage, RequestEnd
 from myna.serve.schemas import (
+    SERVER_FAILED,
     TELEPHONY_RATES,
     ApiError,
     AudioFormat,
@@ -59,8 +60,21 @@ async def create_speech(body: SpeechBody, request: Request, context: Context) ->
         return SpeechResponse(context, body, prepared)
     if body.stream_format == "sse":
         raise ApiError(400, "several takes are answered as JSON, not as events", param="takes")
-    takes = [_speak_whole(context, prepared.take(number), body) for number in range(body.takes)]
-    return _results(await unless_disconnected(request.receive, asyncio.gather(*takes)) or [], body.ignored)
+    takes = [prepared.take(number) for number in range(body.takes)]
+    jobs = await context.submit(takes)
+
+    async def speak() -> list[dict[str, Any]]:
+        async with asyncio.TaskGroup() as group:  # a take that fails ends the others
+            work = [group.create_task(_finish(context, *pair, body)) for pair in zip(takes, jobs, strict=True)]
+        return [task.result() for task in work]
+
+    try:
+        return _results(await unless_disconnected(request.receive, speak()) or [], body.ignored)
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    finally:
+        for job in jobs:
+            job.cancel()
 
 
 @router.post("/v1/audio/speech/batch")
@@ -73,9 +87,13 @@ async def create_speech_batch(body: SpeechBatchBody, request: Request, context: 
         async with turns:
             try:
                 prepared = await context.prepare(item, item.input, priority=1)
-                return await _speak_whole(context, prepared, item, wait=True)
+                return await _finish(context, prepared, await _submit_when_free(context, prepared), item)
             except ApiError as error:
-                return _result(item, item.seed, b"", RequestEnd(""), error.body["error"])
+                failure = error
+            except Exception as error:
+                log.error("an item of a batch failed", exc_info=error)
+                failure = ApiError(500, SERVER_FAILED)
+            return _result(item, item.seed, b"", RequestEnd(""), failure.body["error"])
 
     spoken = await unless_disconnected(request.receive, asyncio.gather(*map(speak, items))) or []
     failed = sum(item["error"] is not None for item in spoken)
@@ -97,22 +115,27 @@ def _merge_item(item: BatchItem, defaults: dict[str, Any], number: int) -> Speec
         raise ApiError(400, message, param=param) from None
 
 
-async def _speak_whole(
-    context: ServerContext, prepared: PreparedSpeech, body: SpeechSettings, *, wait: bool = False
-) -> dict[str, Any]:
-    """Speak a request into one file; with `wait`, wait while the queue is full."""
+async def _submit_when_free(context: ServerContext, prepared: PreparedSpeech) -> EngineJob:
+    """Submit a request of a batch, which waits while the queue is full."""
     while True:
         try:
-            job = context.submit(prepared)
-            break
+            return (await context.submit([prepared]))[0]
         except ApiError as error:
-            if not wait or error.status != 429:
+            if error.status != 429:
                 raise
-            await asyncio.sleep(QUEUE_RETRY_SECONDS)
+        await asyncio.sleep(QUEUE_RETRY_SECONDS)
+
+
+async def _finish(
+    context: ServerContext, prepared: PreparedSpeech, job: EngineJob, body: SpeechSettings
+) -> dict[str, Any]:
+    """Wait for a request, and return its result with the whole file."""
     try:
         pcm, end = await job.result()
     finally:
         job.cancel()
+    if not pcm:
+        raise _no_speech(prepared)
     content, is_signed = await asyncio.to_thread(_finished_file, pcm, body, context.sample_rate, prepared.origin)
     await context.log(prepared.origin, pcm, finish_reason=end.finish_reason, signed=is_signed)
     return _result(body, prepared.origin.seed, content, end)
@@ -139,6 +162,11 @@ def _finished_file(pcm: bytes, body: SpeechSettings, sample_rate: int, origin: S
     return (plain, False) if signed is None else (signed, True)
 
 
+def _no_speech(prepared: PreparedSpeech) -> ApiError:
+    message = f"the model ended at once with seed {prepared.origin.seed}: there is no speech; try another seed"
+    return ApiError(500, message, code="no_speech", headers={"x-should-retry": "false"})
+
+
 async def encoded_audio(
     context: ServerContext, prepared: PreparedSpeech, body: SpeechSettings, job: EngineJob
 ) -> AsyncGenerator[bytes, None]:
@@ -161,12 +189,7 @@ async def encoded_audio(
             if data := encoder.push(pcm):
                 yield data
         if not given:
-            raise ApiError(
-                500,
-                f"the model ended at once with seed {prepared.origin.seed}: there is no speech; try another seed",
-                code="no_speech",
-                headers={"x-should-retry": "false"},
-            )
+            raise _no_speech(prepared)
         await log_once()
         if data := encoder.finish():
             yield data
@@ -187,7 +210,7 @@ class SpeechResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         began = time.monotonic()
-        job = self._context.submit(self._prepared)
+        (job,) = await self._context.submit([self._prepared])
         try:
             await unless_disconnected(receive, self._stream(job, send, began))
         finally:
@@ -406,7 +429,7 @@ class SpeechSession:
     async def _speak(self, sentence: str, place: dict[str, int]) -> None:
         config, context = self._config, self._context
         prepared = await context.prepare(config, sentence, session=self._id)
-        job = context.submit(prepared)
+        (job,) = await context.submit([prepared])
         form = {"format": config.response_format, "sample_rate": config.output_rate(context.sample_rate)}
         waiting, sent = b"", 0
         try:
