@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -38,6 +39,10 @@ Record = TypeVar("Record", "Consent", "StoredVoice")
 
 class NotStoredError(DataError):
     """A voice or a consent of that name is not stored."""
+
+
+class DamagedRecordError(DataError):
+    """A record or a recording in the store was damaged or changed. The message names the file."""
 
 
 class StoredRecording(Settings):
@@ -107,10 +112,10 @@ class VoiceStore:
 
     def list_consents(self) -> list[Consent]:
         """Return all consents, oldest first."""
-        return self._list("consents", CONSENT_FILE, Consent)
+        return _without_damaged(self._read_all("consents", CONSENT_FILE, Consent))
 
     def get_consent(self, id: str) -> Consent:
-        return _find(self.list_consents(), id, "consent", "myna voice list shows them")
+        return _find(self._read_all("consents", CONSENT_FILE, Consent), id, "consent", "myna voice list shows them")
 
     def update_consent(self, consent: Consent) -> None:
         """Replace what is stored of a consent."""
@@ -127,7 +132,7 @@ class VoiceStore:
                     f"the voice {voices[0]} rests on the consent {consent.id}",
                     hint=f"remove the voice first: myna voice remove {voices[0]!r}",
                 )
-            shutil.rmtree(self.folder / "consents" / consent.id)
+            _remove(self.folder / "consents" / consent.id)
         return consent
 
     # Voices
@@ -184,18 +189,20 @@ class VoiceStore:
             )
 
     def list_voices(self) -> list[StoredVoice]:
-        """Return all voices, oldest first."""
-        return self._list("voices", VOICE_FILE, StoredVoice)
+        """Return all voices, oldest first. Damaged ones are left out with a warning."""
+        return _without_damaged(self._read_all("voices", VOICE_FILE, StoredVoice))
 
     def get_voice(self, id_or_name: str) -> StoredVoice:
-        """Return a voice by its id or its name, in upper or lower case."""
-        return _find(self.list_voices(), id_or_name, "voice", "myna voice list shows them; myna voice add makes one")
+        """Return a voice by its id or its name, in upper or lower case. A name that is not found while a record is
+        damaged may be the name of that one, and is an error of its own."""
+        records = self._read_all("voices", VOICE_FILE, StoredVoice)
+        return _find(records, id_or_name, "voice", "myna voice list shows them; myna voice add makes one")
 
     def delete_voice(self, id_or_name: str) -> StoredVoice:
         """Remove a voice with its recordings; its consent stays."""
         with self._lock():
             voice = self.get_voice(id_or_name)
-            shutil.rmtree(self.folder / "voices" / voice.id)
+            _remove(self.folder / "voices" / voice.id)
         return voice
 
     def remove_voice(self, id_or_name: str) -> StoredVoice:
@@ -210,7 +217,7 @@ class VoiceStore:
         recording = voice.recordings[0]
         file = self.folder / "voices" / voice.id / recording.file
         if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != recording.sha256:
-            raise DataError(
+            raise DamagedRecordError(
                 f"{file} is not the recording that was stored for {voice.name}",
                 hint=f"remove the voice and add it again: myna voice remove {voice.name!r}",
             )
@@ -224,18 +231,32 @@ class VoiceStore:
         if sum(1 for _ in (self.folder / kind).glob("*")) >= MAX_VOICES:
             raise DataError(f"{self.folder / kind} holds {MAX_VOICES} already", hint="remove some that are not used")
 
-    def _list(self, kind: str, file: str, record: type[Record]) -> list[Record]:
-        records = []
-        for path in sorted((self.folder / kind).glob(f"*/{file}")):
+    def _read_all(self, kind: str, file: str, record: type[Record]) -> list[Record | DamagedRecordError]:
+        """Return all records, oldest first, and an error for each damaged one."""
+        found: list[Record | DamagedRecordError] = []
+        for path in (self.folder / kind).glob(f"*/{file}"):
             if path.parent.name.startswith("."):
-                continue  # being written
+                continue  # being written, or removed
             try:
-                records.append(record.model_validate_json(path.read_bytes()))
+                found.append(record.model_validate_json(path.read_bytes()))
+            except FileNotFoundError:
+                continue  # it has just been removed
             except ValidationError as error:
-                raise DataError(
-                    f"{path} is damaged: {error.errors()[0]['msg']}", hint=f"move the folder {path.parent} away"
-                ) from None
-        return sorted(records, key=lambda one: (one.created_at, one.id))
+                problem, hint = f"{path} is damaged: {error.errors()[0]['msg']}", f"move the folder {path.parent} away"
+                found.append(DamagedRecordError(problem, hint=hint))
+        return sorted(found, key=lambda one: (0, str(one)) if isinstance(one, Exception) else (one.created_at, one.id))
+
+
+def _without_damaged(records: list[Record | DamagedRecordError]) -> list[Record]:
+    for one in records:
+        if isinstance(one, DamagedRecordError):
+            warnings.warn(str(one), stacklevel=3)
+    return [one for one in records if not isinstance(one, DamagedRecordError)]
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of the store, under a name that is not listed, so that no half of it is ever read."""
+    shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.removed")))
 
 
 def check_voice_name(name: str) -> None:
@@ -247,12 +268,16 @@ def check_voice_name(name: str) -> None:
         )
 
 
-def _find(records: list[Record], id_or_name: str, kind: str, hint: str) -> Record:
-    by_id = [one for one in records if one.id == id_or_name]
-    by_name = [one for one in records if one.name.casefold() == id_or_name.casefold()] if kind == "voice" else []
-    if not (found := by_id or by_name):
-        raise NotStoredError(f"there is no {kind} {id_or_name[:80]!r}", hint=hint)
-    return found[0]
+def _find(records: list[Record | DamagedRecordError], id_or_name: str, kind: str, hint: str) -> Record:
+    whole = [one for one in records if not isinstance(one, DamagedRecordError)]
+    by_id = [one for one in whole if one.id == id_or_name]
+    by_name = [one for one in whole if one.name.casefold() == id_or_name.casefold()] if kind == "voice" else []
+    if found := by_id or by_name:
+        return found[0]
+    for one in records:
+        if isinstance(one, DamagedRecordError):
+            raise one
+    raise NotStoredError(f"there is no {kind} {id_or_name[:80]!r}", hint=hint)
 
 
 def _copy(recording: Path, folder: Path, stem: str, text: str) -> StoredRecording:

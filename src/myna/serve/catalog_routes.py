@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ from myna.core.errors import MynaError
 from myna.data.pronunciation import DEFAULT_QUESTION
 from myna.models.ref import display_name
 from myna.provenance.consent import ConsentChecker, rename_consent, sentence_of_day
-from myna.provenance.voice_store import Consent, NotStoredError, StoredVoice
+from myna.provenance.voice_store import Consent, StoredVoice
 from myna.serve.context import DEFAULT_VOICE, Context, ServerContext, unless_disconnected
 from myna.serve.messages import AnswerMessage, RequestEnd
 from myna.serve.schemas import ApiError, ConsentNameBody, LoadAdapterBody, UnloadAdapterBody
@@ -125,12 +126,18 @@ async def delete_voice_consent(consent_id: str, context: Context) -> dict[str, A
     return {"id": consent.id, "object": "audio.voice_consent.deleted", "deleted": True}
 
 
-async def _in_store(function: Any, *arguments: Any, status: int = 400) -> Any:
+CHECKS = ThreadPoolExecutor(1, "consent check")
+"""Thread of consent checks, which take seconds: the threads of asyncio write the speech log of running streams."""
+
+
+async def _in_store(
+    function: Any, *arguments: Any, status: int = 400, threads: ThreadPoolExecutor | None = None
+) -> Any:
     """Call a function of the store in a thread. Its errors become errors of the request."""
     try:
-        return await asyncio.to_thread(function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
     except MynaError as error:
-        raise ApiError.of(error, 404 if isinstance(error, NotStoredError) else status) from None
+        raise ApiError.of(error, status) from None
 
 
 async def _from_recording(
@@ -144,12 +151,12 @@ async def _from_recording(
             "or add voices on its machine: myna voice add)",
             code="consent_checks_unavailable",
         )
-    checker = await _in_store(_open_checker, context.settings.asr, status=503)
+    checker = await _in_store(_open_checker, context.settings.asr, status=503, threads=CHECKS)
     samples = await context.uploads.decode(await upload.read(), SAMPLE_RATE, param=param)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "recording.flac")
         await _in_store(write_audio, file, samples, SAMPLE_RATE)
-        return await _in_store(create, file, checker)
+        return await _in_store(create, file, checker, threads=CHECKS)
 
 
 @cache

@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
-from myna.core.errors import ConfigError, DataError
+from myna.core.errors import ConfigError, MynaError
 from myna.models.ref import ModelRef, display_name, weights_sha256
 from myna.provenance.speech_log import SpeechOrigin, check_log, log_speech, new_id
-from myna.provenance.voice_store import StoredVoice, VoiceStore
+from myna.provenance.voice_store import NotStoredError, StoredVoice, VoiceStore
 from myna.serve.engine_client import AdapterCatalog, EngineClient, EngineJob
 from myna.serve.messages import AudioPiece, EngineSettings, RequestEnd, SpeakMessage, StepReport
 from myna.serve.schemas import MAX_CHARACTERS, ApiError, InlineReference, SpeechSettings
@@ -315,7 +315,10 @@ class ServerContext:
             return ()
         try:
             voice = await asyncio.to_thread(self.store.get_voice, name)
-        except DataError:
+            if voice.id not in self.voices:
+                self.voices[voice.id] = await asyncio.to_thread(self._read_voice, voice)
+            return (self.voices[voice.id],)
+        except NotStoredError:
             if name in OPENAI_VOICES:
                 return ()
             names = [DEFAULT_VOICE, *(voice.name for voice in await asyncio.to_thread(self.store.list_voices))]
@@ -325,9 +328,8 @@ class ServerContext:
                 param="voice",
                 code="voice_not_found",
             ) from None
-        if voice.id not in self.voices:
-            self.voices[voice.id] = await asyncio.to_thread(self._read_voice, voice)
-        return (self.voices[voice.id],)
+        except MynaError as error:
+            raise ApiError.of(error, param="voice") from None
 
     def _read_voice(self, voice: StoredVoice) -> ReferenceRecording:
         recording, text = self.store.reference(voice)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -18,12 +19,14 @@ from pydantic import (
 )
 
 from myna.core.errors import MynaError
+from myna.provenance.voice_store import DamagedRecordError, NotStoredError
 from myna.serve.messages import Failure
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 """Types of errors by status; other refused requests are `invalid_request_error`."""
 
 
+log = logging.getLogger("myna.serve")
 SERVER_FAILED = "the server has failed; its log says how"
 
 
@@ -47,7 +50,12 @@ class ApiError(Exception):
 
     @staticmethod
     def of(error: MynaError, status: int = 400, *, param: str | None = None) -> ApiError:
-        return ApiError(status, f"{error.what} ({error.hint})", param=param)
+        if isinstance(error, DamagedRecordError):
+            log.error("%s", error)  # which names the file, as the answer must not
+            return ApiError(500, "a stored voice or consent is damaged; the log of this server names it")
+        return ApiError(
+            404 if isinstance(error, NotStoredError) else status, f"{error.what} ({error.hint})", param=param
+        )
 
     @staticmethod
     def of_failure(failure: Failure) -> ApiError:
