@@ -65,7 +65,7 @@ import mmap, sys
 from myna.serve.transcoding import MAX_DECODE_BYTES, _decode, _limit_memory
 mapped = mmap.mmap(-1, MAX_DECODE_BYTES + 2**30, flags={mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}, prot={mmap.PROT_READ})
 _limit_memory()
-print(len(_decode(sys.stdin.buffer.read(), 24_000, 60.0)))
+print(len(_decode(sys.stdin.buffer.read(), 24_000, 60.0).samples))
 try:
     bytearray(MAX_DECODE_BYTES + 2**28)
 except MemoryError:

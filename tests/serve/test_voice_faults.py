@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import shutil
 import time
 from pathlib import Path
 
@@ -78,20 +79,30 @@ def test_a_changed_recording_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_voices_are_listed_while_one_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store_voice(tmp_path, "marta")
-    (store_voice(tmp_path, "anna") / VOICE_FILE).unlink()
+    for name in ("marta", "anna"):
+        store_voice(tmp_path, name)
     read, store = Path.read_bytes, VoiceStore(tmp_path)
 
-    def read_late(path: Path) -> bytes:
-        store.delete_voice("marta") if path.name == VOICE_FILE and path.is_file() else None
+    def read_too_late(path: Path) -> bytes:
+        if path.parent.name == "voice_anna":
+            shutil.rmtree(path.parent)
         return read(path)
 
-    found = store.list_voices()
-    monkeypatch.setattr(Path, "read_bytes", read_late)
-    patched = VoiceStore(tmp_path)
-    monkeypatch.setattr(store, "get_voice", lambda _: found[0])
-    assert patched.list_voices() == []
-    assert not list((tmp_path / "voices").glob("*marta*"))
+    monkeypatch.setattr(Path, "read_bytes", read_too_late)
+    assert [voice.name for voice in store.list_voices()] == ["marta"]
+
+
+def test_no_half_of_a_removed_voice_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_voice(tmp_path, "marta")
+    store, listed = VoiceStore(tmp_path), list[str]()
+
+    def remove_a_part(folder: Path) -> None:
+        (folder / "recording-0.wav").unlink()
+        listed.extend(voice.name for voice in store.list_voices())
+
+    monkeypatch.setattr(shutil, "rmtree", remove_a_part)
+    store.delete_voice("marta")
+    assert listed == []
 
 
 def test_consent_checks_do_not_hold_up_speech(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 import time
@@ -188,11 +189,13 @@ class PreparedSpeech:
 
     request: SpeechRequest
     origin: SpeechOrigin
+    warnings: tuple[str, ...] = ()
+    """Problems of its references."""
 
     def take(self, number: int) -> PreparedSpeech:
         """Return the same request with another seed and id."""
         request = self.request.take(number)
-        return PreparedSpeech(request, replace(self.origin, seed=request.seed, id=new_id()))
+        return replace(self, request=request, origin=replace(self.origin, seed=request.seed, id=new_id()))
 
 
 @dataclass(eq=False)
@@ -268,9 +271,10 @@ class ServerContext:
             raise ApiError(400, "there is no text to speak", param="input")
         await self.client.wait_until_loaded()
         adapter = self.resolve_model(body.model)
+        references, problems = await self._references(body)
         request = SpeechRequest(
             text,
-            await self._references(body),
+            references,
             scene=body.instructions,
             adapter=adapter,
             **body.model_dump(include=SHARED_FIELDS),
@@ -290,25 +294,27 @@ class ServerContext:
             seed=body.seed,
             watermark=self.client.known.watermark if self.client.known is not None else "",
         )
-        return PreparedSpeech(request, origin)
+        return PreparedSpeech(request, origin, problems)
 
-    async def _references(self, body: SpeechSettings) -> tuple[ReferenceRecording, ...]:
-        """Return the recordings of a request, or that of its stored voice."""
+    async def _references(self, body: SpeechSettings) -> tuple[tuple[ReferenceRecording, ...], tuple[str, ...]]:
+        """Return the recordings of a request, or that of its stored voice; and problems of the former."""
         given = body.reference if isinstance(body.reference, list) else [body.reference] if body.reference else []
         if body.ref_audio is not None:
             given = [InlineReference.model_construct(audio=body.ref_audio, text=body.ref_text or ""), *given]
         elif body.ref_text is not None:
             raise ApiError(400, "ref_text is the transcript of ref_audio, which is missing", param="ref_audio")
         if given:
-            decoded = []
+            decoded, problems = [], list[str]()
             for reference in given:
                 if not reference.text.strip():
                     raise ApiError(400, "a reference needs its transcript", param="ref_text")
                 data = recording_bytes(reference.audio, param="ref_audio")
-                samples = await self.uploads.decode(data, self.sample_rate, param="ref_audio")
-                decoded.append(ReferenceRecording(samples, reference.text))
-            return tuple(decoded)
-        return await self._stored_voice(body.voice_name)
+                checked = await self.uploads.decode_reference(data, self.sample_rate, param="ref_audio")
+                name = f"reference sha256:{hashlib.sha256(data).hexdigest()}"
+                decoded.append(ReferenceRecording(checked.samples, reference.text, voice=name))
+                problems += checked.problems
+            return tuple(decoded), tuple(problems)
+        return await self._stored_voice(body.voice_name), ()
 
     async def _stored_voice(self, name: str) -> tuple[ReferenceRecording, ...]:
         if name in ("", DEFAULT_VOICE):

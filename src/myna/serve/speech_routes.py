@@ -93,7 +93,7 @@ async def create_speech_batch(body: SpeechBatchBody, request: Request, context: 
             except Exception as error:
                 log.error("an item of a batch failed", exc_info=error)
                 failure = ApiError(500, SERVER_FAILED)
-            return _result(item, item.seed, b"", RequestEnd(""), failure.body["error"])
+            return _result(item, item.seed, b"", RequestEnd(""), error=failure.body["error"])
 
     spoken = await unless_disconnected(request.receive, asyncio.gather(*map(speak, items))) or []
     failed = sum(item["error"] is not None for item in spoken)
@@ -138,11 +138,16 @@ async def _finish(
         raise _no_speech(prepared)
     content, is_signed = await asyncio.to_thread(_finished_file, pcm, body, context.sample_rate, prepared.origin)
     await context.log(prepared.origin, pcm, finish_reason=end.finish_reason, signed=is_signed)
-    return _result(body, prepared.origin.seed, content, end)
+    return _result(body, prepared.origin.seed, content, end, prepared.warnings)
 
 
 def _result(
-    body: SpeechSettings, seed: int, content: bytes, end: RequestEnd, error: Mapping[str, Any] | None = None
+    body: SpeechSettings,
+    seed: int,
+    content: bytes,
+    end: RequestEnd,
+    warnings: Sequence[str] = (),
+    error: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the result of one text, or of one take."""
     return {
@@ -150,7 +155,7 @@ def _result(
         "format": body.response_format,
         "seed": seed,
         "finish_reason": end.finish_reason or "error",
-        "warnings": list(end.warnings),
+        "warnings": [*warnings, *end.warnings],
         "error": error,
     }
 
@@ -271,7 +276,8 @@ class SpeechResponse(Response):
             "output_tokens": end.output_tokens,
             "total_tokens": end.input_tokens + end.output_tokens,
         }
-        return _event("speech.audio.done", usage=usage, finish_reason=end.finish_reason, warnings=list(end.warnings))
+        warnings = [*self._prepared.warnings, *end.warnings]
+        return _event("speech.audio.done", usage=usage, finish_reason=end.finish_reason, warnings=warnings)
 
 
 def _event(kind: str, **content: Any) -> bytes:
@@ -443,7 +449,8 @@ class SpeechSession:
             if waiting:
                 await self._socket.send_bytes(waiting)
             assert job.end is not None
-            end = {"finish_reason": job.end.finish_reason, "warnings": list(job.end.warnings), "error": None}
+            warnings = [*prepared.warnings, *job.end.warnings]
+            end = {"finish_reason": job.end.finish_reason, "warnings": warnings, "error": None}
             await self._send({"type": "audio.done", **place, "total_bytes": sent + len(waiting), **end})
         finally:
             job.cancel()

@@ -8,10 +8,12 @@ import hashlib
 import multiprocessing
 import os
 import struct
+import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +21,13 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import soxr  # type: ignore[import-untyped]
 
-from myna.audio.files import Samples, check_not_silent, pcm16, read_audio
+from myna.audio.files import Samples, check_not_silent, pcm16, probe, read_audio
+from myna.audio.reference import CheckedReference
 from myna.core.errors import AudioError
 from myna.core.io import sniff_suffix
 from myna.core.pools import end_with_parent
 from myna.serve.schemas import ApiError, AudioFormat
-from myna.speak.request import MAX_REFERENCE_SECONDS
+from myna.speak.request import MAX_REFERENCE_SECONDS, open_reference
 
 MAX_UPLOAD_BYTES = 10 * 2**20
 """Largest upload in bytes, as in OpenAI's API."""
@@ -35,6 +38,8 @@ MAX_DECODE_BYTES = 2 * 2**30
 RECORDING_NAME = "recording"
 MAX_CACHED = 32
 """Number of decoded recordings that are kept: programs send the same reference with every request."""
+MAX_SAMPLES_A_SECOND = 400_000
+"""Highest product of sample rate and channels, that of 192 kHz in stereo: a second of more takes too long to decode."""
 
 
 class UploadDecoder:
@@ -43,38 +48,48 @@ class UploadDecoder:
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
         self._turn = asyncio.Lock()
-        self._decoded: OrderedDict[tuple[bytes, int, float], Samples] = OrderedDict()
+        self._decoded: OrderedDict[tuple[bytes, int, float | None], CheckedReference] = OrderedDict()
 
     async def decode(
         self, data: bytes, sample_rate: int, *, param: str, max_seconds: float = MAX_REFERENCE_SECONDS
     ) -> Samples:
         """Decode a recording to mono samples; `param` names its field."""
+        return (await self._decode(data, sample_rate, max_seconds, param)).samples
+
+    async def decode_reference(self, data: bytes, sample_rate: int, *, param: str) -> CheckedReference:
+        """Decode a reference, cleaned as everywhere else, and list its problems."""
+        return await self._decode(data, sample_rate, None, param)
+
+    async def _decode(self, data: bytes, sample_rate: int, max_seconds: float | None, param: str) -> CheckedReference:
         if len(data) > MAX_UPLOAD_BYTES:
             raise ApiError(413, f"a recording has at most {MAX_UPLOAD_BYTES // 2**20} MiB", param=param)
         key = (hashlib.blake2b(data, digest_size=16).digest(), sample_rate, max_seconds)
-        async with self._turn:
-            if key in self._decoded:
-                self._decoded.move_to_end(key)
-                return self._decoded[key]
-            loop = asyncio.get_running_loop()
-            try:
-                if self._pool is None:
-                    context = multiprocessing.get_context("spawn")
-                    self._pool = ProcessPoolExecutor(1, context, initializer=_start_process)
-                    async with asyncio.timeout(MAX_START_SECONDS):
-                        await loop.run_in_executor(self._pool, os.getpid)  # which returns when the process has started
-                pending = loop.run_in_executor(self._pool, _decode, data, sample_rate, max_seconds)
-                async with asyncio.timeout(MAX_DECODE_SECONDS):
-                    samples = await pending
-            except AudioError as error:
-                raise ApiError.of(error, param=param) from None
-            except (BrokenExecutor, MemoryError, TimeoutError):
-                self.close()
-                raise ApiError(400, "the recording cannot be decoded within the limits", param=param) from None
-            self._decoded[key] = samples
-            if len(self._decoded) > MAX_CACHED:
-                self._decoded.popitem(last=False)
-            return samples
+        if key not in self._decoded:  # what is known does not wait for the decoder
+            async with self._turn:
+                if key not in self._decoded:
+                    self._decoded[key] = await self._run(data, sample_rate, max_seconds, param)
+        self._decoded.move_to_end(key)
+        decoded = self._decoded[key]
+        if len(self._decoded) > MAX_CACHED:
+            self._decoded.popitem(last=False)
+        return decoded
+
+    async def _run(self, data: bytes, sample_rate: int, max_seconds: float | None, param: str) -> CheckedReference:
+        loop = asyncio.get_running_loop()
+        try:
+            if self._pool is None:
+                context = multiprocessing.get_context("spawn")
+                self._pool = ProcessPoolExecutor(1, context, initializer=_start_process)
+                async with asyncio.timeout(MAX_START_SECONDS):
+                    await loop.run_in_executor(self._pool, os.getpid)  # which returns when the process has started
+            pending = loop.run_in_executor(self._pool, _decode, data, sample_rate, max_seconds)
+            async with asyncio.timeout(MAX_DECODE_SECONDS):
+                return await pending
+        except AudioError as error:
+            raise ApiError.of(error, param=param) from None
+        except (BrokenExecutor, MemoryError, TimeoutError):
+            self.close()
+            raise ApiError(400, "the recording cannot be decoded within the limits", param=param) from None
 
     def close(self) -> None:
         if self._pool is not None:
@@ -90,25 +105,35 @@ def _start_process() -> None:
 
 
 def _limit_memory() -> None:
-    try:
-        import resource
-    except ImportError:  # not on Windows
+    if sys.platform in ("win32", "darwin"):  # which have no limit, or one that is refused: cpython#78783
         return
-    limit = psutil.Process().memory_info().vms + MAX_DECODE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MAX_UPLOAD_BYTES, 2 * MAX_UPLOAD_BYTES))
+    import resource
+
+    memory = psutil.Process().memory_info().vms + MAX_DECODE_BYTES
+    for kind, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 2 * MAX_UPLOAD_BYTES)):
+        with suppress(ValueError):  # a lower limit of the machine stays
+            resource.setrlimit(kind, (limit, limit))
 
 
-def _decode(data: bytes, sample_rate: int, max_seconds: float) -> Samples:
+def _decode(data: bytes, sample_rate: int, max_seconds: float | None) -> CheckedReference:
+    """Decode a recording as it is; without `max_seconds` clean it as a reference."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, RECORDING_NAME + sniff_suffix(data))
         path.write_bytes(data)
         try:
-            samples = read_audio(path, sample_rate=sample_rate, max_seconds=max_seconds)
-            check_not_silent(path, samples)
+            info = probe(path)
+            if info.sample_rate * info.channels > MAX_SAMPLES_A_SECOND:
+                problem = f"{path} has {info.channels} channels at {info.sample_rate} Hz, which is too much to decode"
+                raise AudioError(problem, hint="send one channel at 48 kHz or less")
+            if max_seconds is None:
+                checked = open_reference(path, sample_rate)
+            else:
+                checked = CheckedReference(read_audio(path, sample_rate=sample_rate, max_seconds=max_seconds))
+                check_not_silent(path, checked.samples)
         except AudioError as error:  # without the path, which nobody outside knows
             raise AudioError(error.what.replace(str(path), RECORDING_NAME), hint=error.hint) from None
-        return np.ascontiguousarray(samples)
+        problems = tuple(problem.replace(str(path), RECORDING_NAME) for problem in checked.problems)
+        return CheckedReference(np.ascontiguousarray(checked.samples), problems)
 
 
 def recording_bytes(text: str, *, param: str) -> bytes:
