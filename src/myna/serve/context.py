@@ -259,7 +259,7 @@ class ServerContext:
             code="model_not_found",
         )
 
-    async def prepare(self, body: SpeechSettings, text: str, *, priority: int = 0, session: str = "") -> PreparedSpeech:
+    async def prepare(self, body: SpeechSettings, text: str, *, priority: int = 0) -> PreparedSpeech:
         """Make a checked request of a body."""
         if new := sorted(set(body.ignored) - self._told):
             self._told.update(new)
@@ -279,7 +279,6 @@ class ServerContext:
             adapter=adapter,
             **body.model_dump(include=SHARED_FIELDS),
             priority=priority,
-            session=session,
             watermark=self.settings.engine.watermark,
         )
         source = self.adapters.sources.get(adapter, self.settings.engine.source)

@@ -113,6 +113,14 @@ MAX_BATCH_ITEMS = 32
 MAX_TAKES = 8
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text has no halves of characters, which JSON can spell and no text holds."""
+    try:
+        return text.isascii() or bool(text.encode())  # a recording in base64 need not be looked through
+    except UnicodeEncodeError:
+        return False
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -120,11 +128,8 @@ class _Body(BaseModel):
     @classmethod
     def _check_unicode(cls, value: Any) -> Any:
         """Refuse halves of characters, which JSON can spell and no text holds."""
-        if isinstance(value, str) and not value.isascii():  # a recording in base64 need not be looked through
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise ValueError("this is no Unicode text") from None
+        if isinstance(value, str) and not is_unicode(value):
+            raise ValueError("this is no Unicode text")
         return value
 
 

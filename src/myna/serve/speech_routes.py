@@ -8,8 +8,10 @@ import json
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -33,6 +35,7 @@ from myna.serve.schemas import (
     SpeechBody,
     SpeechSettings,
     ignored_header,
+    is_unicode,
     validation_error,
 )
 from myna.serve.transcoding import MEDIA_TYPES, AudioEncoder, encode_whole
@@ -284,6 +287,17 @@ def _event(kind: str, **content: Any) -> bytes:
     return f"data: {json.dumps({'type': kind, **content})}\n\n".encode()
 
 
+MAX_WAITING_SENTENCES, MAX_WAITING_CONFIGS = 1000, 8
+"""Sentences of one session that wait, about an hour of speech, and different configurations of them, which may each
+hold a recording. More is refused until some were spoken."""
+
+
+def _session_full(what: str) -> ApiError:
+    return ApiError(
+        429, f"{what} wait to be spoken, and no more are taken; send more after audio.done", code="queue_full"
+    )
+
+
 class SessionConfig(SpeechSettings):
     """Fields of `session.config`: those of a speech request, for all following text."""
 
@@ -313,8 +327,11 @@ class SpeechSession:
         self._text = ""
         """Text that is not a whole sentence yet."""
         self._characters = 0
-        self._sentences: asyncio.Queue[str | None] = asyncio.Queue()
-        """Sentences that wait; None after those of one `input.done`."""
+        self._waiting: deque[tuple[str, SessionConfig] | None] = deque()
+        """Sentences that wait, with the settings of the moment; None after those of one `input.done`."""
+        self._has_come = asyncio.Event()
+        self._voice: tuple[str, ...] = ()
+        """Adapter, voice and consent of the sentences in the prompt: those of another one are never continued."""
         self._utterance = self._sentence = 0
 
     async def run(self) -> None:
@@ -346,7 +363,7 @@ class SpeechSession:
                 return None
             try:
                 parsed = json.loads(message.get("text") or "")
-            except ValueError:
+            except (ValueError, RecursionError):
                 parsed = None
             if isinstance(parsed, dict):
                 return parsed
@@ -355,18 +372,23 @@ class SpeechSession:
     def _handle(self, message: dict[str, Any]) -> None:
         match message:
             case {"type": "session.config"}:
+                if len({id(one[1]) for one in self._waiting if one is not None}) >= MAX_WAITING_CONFIGS:
+                    raise _session_full(f"sentences of {MAX_WAITING_CONFIGS} configurations")
                 try:
                     self._config = SessionConfig.model_validate(message)
                 except ValidationError as error:
                     raise validation_error(error.errors(include_url=False)) from None
-            case {"type": "input.text", "text": str(text)}:
+            case {"type": "input.text" | "input.done"} if len(self._waiting) >= MAX_WAITING_SENTENCES:
+                raise _session_full(f"{MAX_WAITING_SENTENCES} sentences")
+            case {"type": "input.text", "text": str(text)} if is_unicode(text):
                 self._add_text(text)
             case {"type": "input.text"}:
-                raise ApiError(400, "input.text has a text, a string", param="text")
+                raise ApiError(400, "input.text has a text, a string of Unicode", param="text")
             case {"type": "input.done"}:
                 self._queue_sentences(self._text)
                 self._text, self._characters = "", 0
-                self._sentences.put_nowait(None)
+                self._waiting.append(None)
+                self._has_come.set()
             case _:
                 kinds = "session.config, input.text, input.done, input.cancel and session.close"
                 raise ApiError(400, f"there are messages of type {kinds}", param="type")
@@ -390,13 +412,15 @@ class SpeechSession:
         for line in text.splitlines():
             for sentence in split_sentences(normalise_text(line), self._config.language):
                 if any(character.isalnum() for character in sentence):
-                    self._sentences.put_nowait(sentence.strip())
+                    self._waiting.append((sentence.strip(), self._config))
+                    self._has_come.set()
 
     async def _cancel(self, speaker: asyncio.Task[None]) -> asyncio.Task[None]:
         """End current speech, and forget waiting sentences."""
         speaker.cancel()
         await asyncio.gather(speaker, return_exceptions=True)
-        self._sentences, self._text, self._characters = asyncio.Queue(), "", 0
+        self._waiting.clear()
+        self._text, self._characters = "", 0
         await self._send({"type": "audio.cancelled", "utterance_index": self._utterance})
         self._utterance, self._sentence = self._utterance + 1, 0
         return self._start_speaker()
@@ -419,22 +443,30 @@ class SpeechSession:
 
     async def _speak_all(self) -> None:
         while True:
-            sentence = await self._sentences.get()
-            if sentence is None:
+            while not self._waiting:
+                self._has_come.clear()
+                await self._has_come.wait()
+            waiting = self._waiting.popleft()
+            if waiting is None:
                 counts = {"utterance_index": self._utterance, "total_sentences": self._sentence}
                 await self._send({"type": "session.done", **counts})
                 self._utterance, self._sentence = self._utterance + 1, 0
                 continue
             place = {"utterance_index": self._utterance, "sentence_index": self._sentence}
             try:
-                await self._speak(sentence, place)
+                await self._speak(*waiting, place)
             except ApiError as error:
                 await self._send({"type": "audio.done", **place, "total_bytes": 0, **error.body})
             self._sentence += 1
 
-    async def _speak(self, sentence: str, place: dict[str, int]) -> None:
-        config, context = self._config, self._context
-        prepared = await context.prepare(config, sentence, session=self._id)
+    async def _speak(self, sentence: str, config: SessionConfig, place: dict[str, int]) -> None:
+        context = self._context
+        prepared = await context.prepare(config, sentence)
+        request = prepared.request
+        if self._voice != (voice := (request.adapter, request.voice, request.consent)):
+            context.client.send(EndSessionMessage(self._id))
+            self._voice, self._id = voice, uuid.uuid4().hex
+        prepared = replace(prepared, request=replace(request, session=self._id))
         (job,) = await context.submit([prepared])
         form = {"format": config.response_format, "sample_rate": config.output_rate(context.sample_rate)}
         waiting, sent = b"", 0
