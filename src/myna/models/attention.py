@@ -1,7 +1,5 @@
 """Attention over packed sequences, and the key-value cache of generation."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -5,9 +5,8 @@ k ends at frame f + k. Noise is a hash of (seed, frame, codebook, draw, class), 
 other requests in its batch. `sample_kernel` in higgs_v2/decode/sampling_kernels.py does the same on a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 
@@ -53,7 +52,7 @@ class RowState:
     """Factor of the adapter's effect."""
 
     @classmethod
-    def create(cls, rows: int, codebooks: int, device: torch.device) -> RowState:
+    def create(cls, rows: int, codebooks: int, device: torch.device) -> Self:
         sizes = {"codes": (codebooks,), "history": (MAX_REPETITION_WINDOW, codebooks), "log_probs": (codebooks,)}
         real, first = ("temperatures", "top_ps", "log_probs", "strengths"), {"adapters": -1, "ends": -1, "frames": 1}
         tensors = {}
@@ -82,7 +81,7 @@ class RowState:
         for name, value in values.items():
             getattr(self, name)[row].fill_(value)  # an assignment would wait for the device
 
-    def part(self, first: int, rows: int) -> RowState:
+    def part(self, first: int, rows: int) -> "RowState":
         """Return some rows, as views."""
         return RowState(**{field.name: getattr(self, field.name)[first : first + rows] for field in fields(self)})
 

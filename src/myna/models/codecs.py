@@ -6,8 +6,6 @@ frames of the stream, short ones first. Finished clips are decoded in long windo
 for bit, else in the windows of a stream, so that a stream always has the samples of its file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator

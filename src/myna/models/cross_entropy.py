@@ -3,8 +3,6 @@
 Losses, hits and the gradient come from one pass over the logits in their own type, and the gradient overwrites them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

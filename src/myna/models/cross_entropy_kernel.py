@@ -1,7 +1,5 @@
 """Triton kernel of `cross_entropy`. A row is read once or twice, and overwritten by its gradient."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Parts of families: module selection by name, and what all renderers have in common."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """LoRA adapters of any family: add, count, save, load, merge."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import hashlib

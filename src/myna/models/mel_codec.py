@@ -5,13 +5,12 @@ one short vector per frame, which a residual vector quantizer turns into codes. 
 spectra and an inverse STFT. No layer works at the sample rate, so the network is small and fast.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -290,7 +289,7 @@ class MelCodec:
         self._network = network.to(device).float().eval().requires_grad_(False)
 
     @classmethod
-    def open(cls, folder: str | Path, device: torch.device | str = "cpu") -> MelCodec:
+    def open(cls, folder: str | Path, device: torch.device | str = "cpu") -> Self:
         config, tensors = read_mel_codec_config(Path(folder)), read_mel_codec_tensors(Path(folder))
         network = MelCodecNetwork(config)
         problems = state_dict_problems(shapes_of(network.state_dict()), shapes_of(tensors))

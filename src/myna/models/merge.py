@@ -5,8 +5,6 @@ given rank by truncated SVD. Norms, heads and embeddings, which a LoRA cannot ho
 `train_modules` names them, and reported otherwise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

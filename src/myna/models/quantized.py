@@ -4,8 +4,6 @@ A LoRA training only reads most of a model. `model.quantization` says how those 
 such, for speed; int8 or nf4, dequantized for every product, for memory. Heads and embeddings are not quantized.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Self
@@ -41,7 +39,7 @@ class _FrozenMatmul(torch.autograd.Function):
     """Product with a frozen weight; no tensor is saved for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: "QuantizedLinear") -> torch.Tensor:
         ctx.layer = layer
         return layer.matmul(x)
 

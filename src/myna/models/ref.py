@@ -1,12 +1,10 @@
 """`ModelRef`: the run, adapter or model that a user named, resolved once and then passed on. Imports no torch."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from myna.core.errors import ModelError, MynaError, SpeakError
 from myna.core.io import file_sha256
@@ -41,7 +39,7 @@ class ModelRef:
     """Base model given by the user, in place of the one that was trained on."""
 
     @classmethod
-    def find(cls, source: ModelSource, base: str | None = None) -> ModelRef:
+    def find(cls, source: ModelSource, base: str | None = None) -> Self:
         """Resolve whatever a user named: a folder, a hub name (downloaded if needed) or a shipped model. A run or an
         adapter is opened on another `base` model if one is given."""
         folder = Path(source).expanduser()
@@ -55,7 +53,7 @@ class ModelRef:
         return cls._from_model(os.fspath(source), found, base)
 
     @classmethod
-    def find_trained(cls, source: ModelSource, base: str | None = None) -> ModelRef:
+    def find_trained(cls, source: ModelSource, base: str | None = None) -> Self:
         """Resolve a run or an adapter; anything else is an error."""
         folder = Path(source).expanduser()
         if not folder.exists() and len(folder.parts) != 2:  # OWNER/NAME may be on the hub
@@ -66,12 +64,12 @@ class ModelRef:
         return cls.find(source, base).require_trained()
 
     @classmethod
-    def find_model(cls, source: str) -> ModelRef:
+    def find_model(cls, source: str) -> Self:
         """Resolve a whole model, also where the folder could be taken for something else."""
         return cls._from_model(source, find_checkpoint(source), None)
 
     @classmethod
-    def from_options(cls, run: ModelSource | None, model: str | None) -> ModelRef:
+    def from_options(cls, run: ModelSource | None, model: str | None) -> Self:
         """Resolve the options `--run` and `--model`: beside a run, `model` is its base model."""
         if model is not None:
             find_checkpoint(model)
@@ -82,7 +80,7 @@ class ModelRef:
         return cls.find_model(model)
 
     @classmethod
-    def _from_run(cls, source: ModelSource, run: RunFolder, base: str | None) -> ModelRef:
+    def _from_run(cls, source: ModelSource, run: RunFolder, base: str | None) -> Self:
         metadata = WeightsMetadata.from_recipe(run.recipe, run.training_inputs())
         if base is not None:
             metadata = metadata.model_copy(update={"source": base, "revision": None})
@@ -90,7 +88,7 @@ class ModelRef:
         return cls(os.fspath(source), "run", run.folder, adapter or run.model, adapter, metadata, run, base)
 
     @classmethod
-    def _from_adapter(cls, source: ModelSource, folder: Path, base: str | None) -> ModelRef:
+    def _from_adapter(cls, source: ModelSource, folder: Path, base: str | None) -> Self:
         metadata = read_metadata(folder) or WeightsMetadata()
         model, revision = adapter_base(folder) if base is None else (base, None)
         if model != metadata.source:
@@ -98,7 +96,7 @@ class ModelRef:
         return cls(os.fspath(source), "adapter", folder, folder, folder, metadata, None, base)
 
     @classmethod
-    def _from_model(cls, source: str, folder: Path | None, base: str | None) -> ModelRef:
+    def _from_model(cls, source: str, folder: Path | None, base: str | None) -> Self:
         # A merged or fully trained model has metadata of its training.
         metadata = (read_metadata(folder) if folder is not None else None) or WeightsMetadata()
         return cls(source, "model", folder, folder, None, metadata, None, base)
@@ -116,7 +114,7 @@ class ModelRef:
             return self.source
         return known.source if known.revision is None else f"{known.source}@{known.revision}"
 
-    def require_trained(self) -> ModelRef:
+    def require_trained(self) -> Self:
         """Return this reference; raise an error unless it is a run or an adapter."""
         if not self.is_trained:
             raise SpeakError(
@@ -134,7 +132,7 @@ class ModelRef:
             )
         return self.adapter
 
-    def open_family(self, codec: str | None = None) -> Family:
+    def open_family(self, codec: str | None = None) -> "Family":
         """Open the model without its weights: the base model of an adapter, or the whole model itself."""
         if not self.is_trained:
             return open_family(self.source, codec=codec)
@@ -145,7 +143,7 @@ class ModelRef:
             codec = self._open_base(None).codec_source
         return open_family(str(self.weights), codec=codec)
 
-    def _open_base(self, codec: str | None) -> Family:
+    def _open_base(self, codec: str | None) -> "Family":
         known = self.metadata
         try:
             return open_family(known.source, revision=known.revision, codec=codec or known.codec)

@@ -1,7 +1,5 @@
 """Terminal view of a rendered conversation: every token, every frame, and which are supervised."""
 
-from __future__ import annotations
-
 from rich.text import Text
 
 from myna.models.base import IGNORE_INDEX, Family, RenderedSequence

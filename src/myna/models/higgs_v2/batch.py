@@ -5,8 +5,6 @@ family has one set per modality, then act on two contiguous slices; only attenti
 collator computes the permutation and shifts the labels, once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -10,13 +10,11 @@ libraries may choose other kernels and, in rare cases, round to another code; th
 clips alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -78,12 +76,12 @@ class FusedConv(nn.Module):
             self.weight = nn.Buffer(weight.detach().clone())
 
     @classmethod
-    def from_conv(cls, conv: nn.Conv1d) -> FusedConv:
+    def from_conv(cls, conv: nn.Conv1d) -> Self:
         geometry = (conv.stride[0], int(conv.padding[0]), conv.dilation[0])
         return cls(conv.weight, conv.bias, *geometry, conv.groups)
 
     @classmethod
-    def from_linears(cls, *layers: nn.Linear) -> FusedConv:
+    def from_linears(cls, *layers: nn.Linear) -> Self:
         """Join linear layers of a common input."""
         weight = torch.cat([layer.weight.detach() for layer in layers])
         return cls(weight[..., None], torch.cat([layer.bias.detach() for layer in layers]))

@@ -4,8 +4,6 @@ The tensors have two sets of names: those of transformers (`model_type` higgs_au
 those of the original implementation (higgs_audio). One table renames both ways, in checkpoints and adapters.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import shutil

@@ -5,8 +5,6 @@ with Triton it uses the kernels of `codec_kernels.py`, whose sums do not depend 
 gives the same samples, alone or among others.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -19,7 +17,7 @@ from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +77,7 @@ class HiggsCodec:
         self._window_decoder: WindowDecoder | None = None
 
     @classmethod
-    def open(cls, source: str | Path, revision: str | None = None, device: torch.device | str = "cpu") -> HiggsCodec:
+    def open(cls, source: str | Path, revision: str | None = None, device: torch.device | str = "cpu") -> Self:
         """Open a folder or a hub name, every tensor checked."""
         folder = resolve_checkpoint(str(source), revision)
         config = _read_config(folder)

@@ -7,8 +7,6 @@ Tensor cores also truncate where fp32 arithmetic rounds, so they only accumulate
 sums are added in plain fp32. Imported only with a CUDA device and Triton.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

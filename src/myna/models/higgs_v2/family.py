@@ -1,7 +1,5 @@
 """Higgs Audio v2 as a `Family`: joins the modules of this package; its configuration and its LoRA targets."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence

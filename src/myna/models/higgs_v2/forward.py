@@ -4,12 +4,10 @@ Attention is causal inside each sequence. The residual stream is sorted by modal
 needs the sequence order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +54,7 @@ class PackedAttention(NamedTuple):
     """Tile tables of our own attention kernels; None if torch's kernels are used."""
 
     @classmethod
-    def from_batch(cls, core: Any, batch: HiggsBatch, stream: Tensor) -> PackedAttention:
+    def from_batch(cls, core: Any, batch: HiggsBatch, stream: Tensor) -> Self:
         cos, sin = rotary_tables(core, batch.position_ids, stream)
         varlen = supports_varlen_attention(stream)
         # Rounded, and without lengths, because a compiled layer is recompiled for every new number.

@@ -5,8 +5,6 @@ shifted by k frames, and one end-of-stream per codebook. Begin, fill and referen
 first end-of-stream is, so that the model learns to stop.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tiny random checkpoint of the real classes, for tests: the files and names of the true one in a few megabytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ None of our routing, packing, collating, delay pattern or sampling is used here:
 anew.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

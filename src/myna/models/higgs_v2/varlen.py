@@ -1,8 +1,6 @@
 """Variable-length attention of torch. The import takes most of a second, so this module is imported for the first CUDA
 batch of a training; speaking does not need it."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

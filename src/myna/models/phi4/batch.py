@@ -4,8 +4,6 @@ Labels are shifted by one here. Features stay 16-bit codes without padding until
 floats they would take five times the memory in every transfer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ The layout is transformers' (`model_type` phi4_multimodal). The vision encoder, 
 loaded.
 """
 
-from __future__ import annotations
-
 import copy
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Phi-4-multimodal as a `Family`: joins the modules of this package; its configuration and its LoRA targets."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property

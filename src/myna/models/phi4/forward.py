@@ -5,10 +5,8 @@ to and a clip's embedding depends on its batch. The same modules run here, but p
 convolution and masked in attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +60,7 @@ class RotaryTables(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def at(cls, core: Any, position_ids: Tensor) -> RotaryTables:
+    def at(cls, core: Any, position_ids: Tensor) -> Self:
         """Make tables with the frequencies of short sequences; the renderer refuses longer ones."""
         rotary = core.model.rotary_emb
         angles = position_ids[:, None].float() * rotary.inv_freq.float()

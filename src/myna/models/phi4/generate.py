@@ -4,8 +4,6 @@ llguidance masks the tokens that cannot continue the grammar. It has no budget, 
 if it would leave fewer tokens than the shortest completion takes, a token of that completion replaces it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@
 One placeholder stands for eight spectra, 80 ms. Only the assistant's turn is supervised, its end token included.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tiny random checkpoint of the real classes: the same files and names as the released one, in a megabyte."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Clips go one at a time: in a batch, transformers' padding changes what the audio encoder makes of a clip.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ transformers' modules; a model in training, an unmerged adapter or a quantized b
 row may use an adapter of its own (`weights.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decoding batch on a CUDA device. A whole step is one CUDA graph, and its results are read asynchronously."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import fields
@@ -214,7 +212,7 @@ class CudaDecoder(HiggsDecoder):
                     torch.mm(gated, own.down.values.t(), out=update[first:last])
 
     @torch.inference_mode()
-    def step(self, rows: int, longest: int) -> EnqueuedStep:  # noqa: ARG002 - the graph reads the lengths itself
+    def step(self, rows: int, longest: int) -> "EnqueuedStep":  # noqa: ARG002 - the graph reads the lengths itself
         used = self.slots_in_use(rows)
         version = self._adapter_version(used > 0)
         key = (self.bucket(rows), used, version)

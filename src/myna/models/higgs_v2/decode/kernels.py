@@ -6,8 +6,6 @@ loads whole rows of a weight at once, before it waits for its input. With more r
 kernels further down do what stands between them (`cuda.py`). The residual stream is fp32.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Triton kernels that sample the codes of a frame and advance the state of the rows."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

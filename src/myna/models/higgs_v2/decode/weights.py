@@ -6,8 +6,6 @@ plain products; `cuda.py` does the same with its kernels: the A of all slots lie
 input and are multiplied together with it, and a kernel after the product adds B.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

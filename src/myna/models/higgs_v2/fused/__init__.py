@@ -4,8 +4,6 @@
 Forward and backward are written out, so that only what the gradients of A and B need is saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ class _BeforeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        layer: FusedLoraLayer,
+        layer: "FusedLoraLayer",
         num_text: int,
         packing: PackedAttention,
         stream: Tensor,
@@ -70,7 +68,7 @@ class _AfterAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        layer: FusedLoraLayer,
+        layer: "FusedLoraLayer",
         num_text: int,
         order: Tensor | None,
         stream: Tensor,

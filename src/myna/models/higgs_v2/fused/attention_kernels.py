@@ -10,10 +10,8 @@ Imported only with a CUDA device and Triton. Queries, keys and values are (posit
 contiguous; a row may hold other data beside them.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -50,7 +48,7 @@ class AttentionTileTables(NamedTuple):
     to_keys: Tensor
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor, positions: int) -> AttentionTileTables:
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, positions: int) -> Self:
         sizes = (FORWARD_TILE.rows, QUERY_GRADIENT_TILE.rows, KEY_GRADIENT_TILE.columns)
         tables = {size: attention_tile_table(cu_seqlens, positions, size) for size in set(sizes)}
         return cls(*(tables[size] for size in sizes))

@@ -3,8 +3,6 @@
 Imported only with a CUDA device and Triton. One program handles one row, so any row count runs without recompilation.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

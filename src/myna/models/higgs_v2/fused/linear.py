@@ -5,8 +5,6 @@ Operations are plain torch, as the reference and for any device; on a CUDA GPU w
 input, LoRA included, as one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -67,7 +65,7 @@ class PackedInput(NamedTuple):
     scale: Tensor | None = None
     """(rows, 1): factor of the fp8 codes."""
 
-    def select(self, rows: slice) -> PackedInput:
+    def select(self, rows: slice) -> "PackedInput":
         return PackedInput(*(None if field is None else field[rows] for field in self))  # type: ignore[arg-type]
 
 
