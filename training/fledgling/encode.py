@@ -69,7 +69,7 @@ def open_codec_of(model: str, device: str) -> tuple[Family, Encoder]:
     family = open_family(model)
     codec: Encoder = family.load_encoder(device=pick_device(device))
     if isinstance(codec, MelCodec):
-        codec = BatchedMelCodec.open(family.codec_source, pick_device(device))
+        codec = BatchedMelCodec.open(Path(family.codec_source), pick_device(device))
     return family, codec
 
 

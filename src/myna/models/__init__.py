@@ -89,10 +89,10 @@ def open_family(source: str, *, revision: str | None = None, codec: str | None =
     )
 
 
-def open_codec(source: str | Path, *, revision: str | None = None, device: torch.device | str = "cpu") -> Codec:
+def open_codec(source: str | Path, *, device: torch.device | str = "cpu") -> Codec:
     from myna.models.files import resolve_checkpoint
 
-    folder = resolve_checkpoint(str(source), revision)
+    folder = resolve_checkpoint(str(source), None)
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -153,19 +153,14 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
         files.write_json(file, plain)
 
 
-def load_adapter(model: nn.Module, folder: Path, *, trainable: bool = False) -> nn.Module:
-    """Load a saved adapter onto a model, every key checked. LoRA matrices are fp32. For inference the adapter is
-    frozen, whole modules get the model's dtype, and an adapter without effect is refused. With `trainable` training
-    continues: everything is fp32, and an untrained adapter is accepted."""
+def load_adapter(model: nn.Module, folder: Path) -> nn.Module:
+    """Load a saved adapter onto a model for inference, every key checked. LoRA matrices are fp32, whole modules get the
+    model's dtype. An adapter without effect is refused."""
     config, tensors = _read_adapter(folder)
     config.task_type = None
-    config.inference_mode = not trainable
+    config.inference_mode = True
     wrapped = _wrap(model, folder, config, tensors)
-    if trainable:
-        cast_trainable(wrapped)
     set_peft_model_state_dict(wrapped, tensors)
-    if trainable:
-        return wrapped
     if not any(map(_has_effect, wrapped.modules())):
         raise ModelError(
             f"the adapter in {folder} changes nothing: it is as it was before training",

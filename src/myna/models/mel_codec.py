@@ -289,8 +289,8 @@ class MelCodec:
         self._network = network.to(device).float().eval().requires_grad_(False)
 
     @classmethod
-    def open(cls, folder: str | Path, device: torch.device | str = "cpu") -> Self:
-        config, tensors = read_mel_codec_config(Path(folder)), read_mel_codec_tensors(Path(folder))
+    def open(cls, folder: Path, device: torch.device | str = "cpu") -> Self:
+        config, tensors = read_mel_codec_config(folder), read_mel_codec_tensors(folder)
         network = MelCodecNetwork(config)
         problems = state_dict_problems(shapes_of(network.state_dict()), shapes_of(tensors))
         bad = [name for name, x in tensors.items() if not x.is_floating_point() or not x.isfinite().all()]

@@ -149,34 +149,22 @@ class ExtractionReport:
 
 
 def extract_adapter(
-    base_source: str,
-    tuned_source: str,
-    out: Path,
-    rank: int,
-    *,
-    mode: str = "comprehensive",
-    targets: Sequence[str] = (),
-    alpha: float | None = None,
-    train_modules: Sequence[str] | None = None,
-    text_head: bool = False,
-    device: str = "cpu",
+    base_source: str, tuned_source: str, out: Path, rank: int, *, mode: str = "comprehensive"
 ) -> dict[str, Any]:
     """Write the adapter that turns one checkpoint into the other as closely as its rank allows, and return its errors.
-    `train_modules` None copies every part that changed and gets no LoRA. `text_head` includes the text head, which a
-    model trained on audio alone does not save. Both models are loaded in fp32."""
+    Every part that changed and gets no LoRA is copied, except the text head, which a model trained on audio alone does
+    not save. Both models are loaded in fp32."""
     check_new_folder(out)
     family, tuned_family = open_family(base_source), open_family(tuned_source)
     base, tuned = (
-        opened.load_model(dtype=torch.float32, device=device, text_head=text_head) for opened in (family, tuned_family)
+        opened.load_model(dtype=torch.float32, device="cpu", text_head=False) for opened in (family, tuned_family)
     )
-    chosen = {"mode": mode, "targets": tuple(targets), "rank": rank, "alpha": alpha or float(rank)}
-    settings = AdaptSettings.model_validate(chosen)
-    if train_modules is None:
-        train_modules = _changed_parts(base, tuned, family, settings)
-    model, report = fit_lora(base, tuned, family, settings.model_copy(update={"train_modules": (*train_modules,)}))
+    settings = AdaptSettings.model_validate({"mode": mode, "rank": rank, "alpha": float(rank)})
+    changed_parts = _changed_parts(base, tuned, family, settings)
+    model, report = fit_lora(base, tuned, family, settings.model_copy(update={"train_modules": changed_parts}))
     known = (tuned_family.folder and files.read_metadata(tuned_family.folder)) or files.WeightsMetadata()
     inputs = {name: value for name, value in known.inputs.items() if name in files.USAGE_FINGERPRINTS}
-    changed = {"source": files.absolute_source(base_source), "revision": None, "text_head": text_head, "inputs": inputs}
+    changed = {"source": files.absolute_source(base_source), "revision": None, "text_head": False, "inputs": inputs}
     with atomic_folder(out) as written:
         save_adapter(model, written)
         files.save_metadata(written, known.model_copy(update=changed))
@@ -244,7 +232,7 @@ def _low_rank_factors(delta: torch.Tensor, rank: int) -> tuple[torch.Tensor, tor
     return left[:, :rank] * roots, roots[:, None] * right[:rank]
 
 
-def _changed_parts(base: nn.Module, tuned: nn.Module, family: Family, settings: AdaptSettings) -> list[str]:
+def _changed_parts(base: nn.Module, tuned: nn.Module, family: Family, settings: AdaptSettings) -> tuple[str, ...]:
     """Return the short names of the parts that changed and get no LoRA."""
     before, after = _matching_parameters(base, tuned)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
@@ -254,7 +242,7 @@ def _changed_parts(base: nn.Module, tuned: nn.Module, family: Family, settings: 
         return any(name == module or name.startswith(f"{module}.") for name in names for module in modules)
 
     parts = family.module_names(base).items()
-    return [short for short, modules in parts if inside(changed, modules) and not inside(adapted, modules)]
+    return tuple(short for short, modules in parts if inside(changed, modules) and not inside(adapted, modules))
 
 
 def _matching_parameters(base: nn.Module, tuned: nn.Module) -> list[dict[str, nn.Parameter]]:

@@ -31,7 +31,7 @@ from myna.core.device import supports_triton
 from myna.core.errors import CheckpointError, ModelError
 from myna.data.codec import Codes, EncodedBatch, NotifyCallback, PendingSamples, Samples, encode_equal_lengths
 from myna.models.codecs import check_clips, check_codes, codec_revision, decode_in_windows, full_precision
-from myna.models.files import format_names, open_safetensors, quiet_transformers, resolve_checkpoint, weight_files
+from myna.models.files import format_names, open_safetensors, quiet_transformers, weight_files
 from myna.models.higgs_v2 import batched_encoder
 from myna.models.higgs_v2.batched_encoder import BatchedCodec, FusedConv, ResidualUnits, snake_frequencies
 
@@ -77,9 +77,8 @@ class HiggsCodec:
         self._window_decoder: WindowDecoder | None = None
 
     @classmethod
-    def open(cls, source: str | Path, revision: str | None = None, device: torch.device | str = "cpu") -> Self:
-        """Open a folder or a hub name, every tensor checked."""
-        folder = resolve_checkpoint(str(source), revision)
+    def open(cls, folder: Path, device: torch.device | str = "cpu") -> Self:
+        """Open a folder, every tensor checked."""
         config = _read_config(folder)
         files = weight_files(folder, pickle_hint=f"use the converted checkpoint: hf download {RELEASED_CODEC}")
         return cls(_load(folder, config), _revision(config, files), torch.device(device))

@@ -66,9 +66,10 @@ class HiggsDecoder:
         self.keys = [torch.zeros(size, dtype=dtype, device=self.device) for _ in layers]
         self.values = [torch.zeros(size, dtype=dtype, device=self.device) for _ in layers]
         positions = torch.arange(self.max_positions, device=self.device)
-        cos, sin = rotary_tables(self.core, positions, self.keys[0].new_empty(0, dtype=torch.float32))
-        half = self.head_dim // 2
-        self._cos, self._sin = cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        like = self.keys[0].new_empty(0, dtype=torch.float32)
+        self._cos, self._sin = rotary_tables(self.core, positions, like)
+        first, second = self._sin.chunk(2, -1)
+        self._signed_sin = torch.cat([-first, second], -1)
 
     def warm_up(self) -> None:
         """Do nothing: there is nothing to compile."""
@@ -180,15 +181,15 @@ class HiggsDecoder:
 
         attend = attend_single if rows == 1 else attend_many
         stream = embed_inputs(self.core, state.codes.new_empty(0), state.codes)
-        cos, sin = self._cos[positions], self._sin[positions]
-        delta = None
+        cos, delta = self._cos[positions], None
         if self.adapters is not None and any(slot >= 0 for slot in self._row_slots[first : first + rows]):
             delta = self.adapters.row_deltas(state.adapters, state.strengths)
         if self._layers is not None:
+            sin = self._signed_sin[positions]
             for number, layer in enumerate(self._layers):
                 stream = self._joined_layer(number, layer, stream, cos, sin, attend, delta)
             return stream
-        sin = torch.cat([-sin[..., : self.head_dim // 2], sin[..., self.head_dim // 2 :]], -1)
+        sin = self._sin[positions]
 
         def rotate_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(layer, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)

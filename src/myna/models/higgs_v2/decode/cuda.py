@@ -91,7 +91,6 @@ class CudaDecoder(HiggsDecoder):
         self._partial_norms = torch.empty(parts, 2, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(rows, self.kv_heads, dtype=torch.int32, device=device)
         half = self.head_dim // 2
-        self._rotary_sin = torch.cat([-self._sin[..., :half], self._sin[..., half:]], -1)
         self._half_cos = self._cos[:, 0, :half].float().contiguous()
         self._half_sin = self._sin[:, 0, half:].float().contiguous()
         self._table = core.model.embed_audio_tokens.embed_audio_tokens.weight
@@ -308,7 +307,7 @@ class CudaDecoder(HiggsDecoder):
         """Run layers and head through transformers' modules: in training, or with an adapter in the model."""
         core, positions = self.core, self.state.positions[:rows]
         row = torch.arange(rows, device=self.device)
-        cos, sin = self._cos[positions], self._rotary_sin[positions]
+        cos, sin = self._cos[positions], self._sin[positions]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
