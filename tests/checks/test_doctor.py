@@ -500,7 +500,7 @@ def no_codec_weights(folder: Path) -> None:
     ("breaks", "name", "detail"),
     [
         (garble("tokenizer.json", '{"version": "1.0", "tru'), "model", "tokenizer.json cannot be read"),
-        (garble("config.json", "{"), "model", "config.json does not name a model type"),
+        (garble("config.json", "{"), "model", "config.json cannot be read"),
         (garble("config.json", '{"model_type": "bert"}'), "model", "'bert', which Myna does not know"),
         (swap_token, "model", "has no single token <|AUDIO_OUT|>"),
         (forget_letters, "tokenizer", "comes back as"),

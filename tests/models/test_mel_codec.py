@@ -255,8 +255,8 @@ def test_a_list_of_shards_is_checked(copied: Path) -> None:
     ("config", "said"),
     [
         (None, "no config.json"),
-        ("{", "not the configuration"),
-        ("[]", "not the configuration"),
+        ("{", "cannot be read"),
+        ("[]", "not a JSON object"),
         ("{}", "model_type"),
         ('{"model_type": "dac"}', "'dac'"),
         ('{"model_type": "myna_mel_codec", "hop": 960}', "missing or unknown: codebook_size"),

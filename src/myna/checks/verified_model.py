@@ -135,8 +135,8 @@ class SpokenCodes:
 def greedy_choices(verified: VerifiedModel) -> list[GreedyChoices]:
     """Generate the answer to each prompt by itself, greedily."""
     if isinstance(verified.family, AnsweringFamily):
-        answers = [verified.family.greedy_ids(verified.model, prompt, verified.frames) for prompt in verified.prompts]
-        return [GreedyChoices(np.array(ids, np.int64).reshape(-1, 1), stopped) for ids, stopped in answers]
+        answers = [verified.family.answer(verified.model, [prompt], verified.frames)[0] for prompt in verified.prompts]
+        return [GreedyChoices(np.array(answer.ids, np.int64).reshape(-1, 1), answer.stopped) for answer in answers]
     spoken = [speak_together(verified, [one], [verified.frames], 1, sampling=GREEDY)[0] for one in verified.prompts]
     return [GreedyChoices(one.codes.astype(np.int64), one.stopped) for one in spoken]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -90,15 +89,11 @@ def open_family(source: str, *, revision: str | None = None, codec: str | None =
 
 
 def open_codec(source: str | Path, *, device: torch.device | str = "cpu") -> Codec:
-    from myna.models.files import resolve_checkpoint
+    from myna.models.files import read_json, resolve_checkpoint
 
     folder = resolve_checkpoint(str(source), None)
-    try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        settings = None  # the codec's class reports what is wrong
-    name = settings.get("model_type") if isinstance(settings, dict) else None
-    module, class_name = CODECS.get(str(name), DEFAULT_CODEC)
+    model_type = read_json(folder / "config.json").get("model_type")
+    module, class_name = CODECS.get(str(model_type), DEFAULT_CODEC)
     return getattr(import_module(module), class_name).open(folder, device=device)  # type: ignore[no-any-return]
 
 
@@ -116,17 +111,13 @@ def save_tiny_model(out: Path, *, seed: int = 0, answers: bool = False) -> Path:
 
 
 def _model_type(folder: Path) -> str:
-    path = folder / "config.json"
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
-    except FileNotFoundError:
-        from myna.models.files import is_adapter
+    from myna.models.files import is_adapter, read_json
 
-        if is_adapter(folder):
-            hint = f"open it with --run {folder}, or make a model of it: myna merge {folder} --out DIR"
-            raise ModelError(f"{folder} is a LoRA adapter, and not a model by itself", hint=hint) from None
-        raise ModelError(f"{folder} has no config.json", hint="give the folder of a checkpoint") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
-        raise ModelError(
-            f"{path} does not name a model type: {error!r}", hint="download the checkpoint again"
-        ) from None
+    file = folder / "config.json"
+    if is_adapter(folder) and not file.is_file():
+        hint = f"open it with --run {folder}, or make a model of it: myna merge {folder} --out DIR"
+        raise ModelError(f"{folder} is a LoRA adapter, and not a model by itself", hint=hint)
+    model_type = read_json(file).get("model_type")
+    if model_type is None:
+        raise ModelError(f"{file} does not name a model type", hint="download the checkpoint again")
+    return str(model_type)

@@ -150,6 +150,8 @@ class GeneratedAnswer(NamedTuple):
     """Text that an answering family generated for one prompt."""
 
     text: str
+    ids: list[int]
+    """Its tokens, without the end."""
     stopped: bool
     """Whether the answer came to its end; False if the length limit cut it."""
 
@@ -387,10 +389,6 @@ class AnsweringFamily(Family):
         self, model: nn.Module, prompts: Sequence[RenderedSequence], max_tokens: int, grammar: str | None = None
     ) -> list[GeneratedAnswer]:
         """Answer conversations whose last turn is open, greedily; answers follow a Lark `grammar` if one is given."""
-
-    @abstractmethod
-    def greedy_ids(self, model: nn.Module, prompt: RenderedSequence, max_tokens: int) -> tuple[list[int], bool]:
-        """Return the token ids of the answer to one conversation, and whether it came to its end."""
 
 
 def require_speaking(family: Family) -> SpeakingFamily:

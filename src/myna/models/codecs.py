@@ -8,7 +8,7 @@ for bit, else in the windows of a stream, so that a stream always has the sample
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import RLock
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from myna.core.errors import AudioError, ModelError
-from myna.data.codec import Codec, Codes, Samples
+from myna.data.codec import Codec, Codes, Encoder, Samples
 
 FIRST_WINDOW = 2
 """Frames of the first window. Speech begins when these and the following frames of the reach are known."""
@@ -28,7 +28,7 @@ PROBE_FRAMES = 45
 """Frames of the probe: quick to decode, and few, because libraries have other kernels for few rows."""
 
 
-def check_clips(codec: Codec, clips: npt.NDArray[np.float32]) -> None:
+def check_clips(codec: Encoder, clips: npt.NDArray[np.float32]) -> None:
     """Refuse clips that are not finite or not in whole frames."""
     if clips.ndim != 2 or not clips.size or clips.shape[1] % codec.hop:
         raise AudioError(
@@ -51,6 +51,15 @@ def check_codes(codec: Codec, codes: Codes) -> None:
             f"codes run from {codes.min()} to {codes.max()}, the codec has 0 to {codec.codebook_size - 1}",
             hint="undo the delay pattern and drop the begin and end of stream before decoding",
         )
+
+
+def record_event(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits for what has been launched on the current CUDA stream; on a CPU it is done."""
+    if device.type != "cuda":
+        return lambda: None
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    return done.synchronize
 
 
 _PRECISION_LOCK = RLock()

@@ -114,11 +114,10 @@ def check_token_ids(
         )
 
 
-def weight_files(
-    folder: Path,
-    stem: str = "model",
-    pickle_hint: str = "convert them to safetensors where you trust them, or use a checkpoint that has safetensors",
-) -> list[Path]:
+CONVERT_HINT = "convert them to safetensors where you trust them, or use a checkpoint that has safetensors"
+
+
+def weight_files(folder: Path, stem: str = "model", pickle_hint: str = CONVERT_HINT) -> list[Path]:
     """Return the safetensors files of a folder: the single one, or those of its index."""
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if single.is_file():
@@ -195,15 +194,10 @@ def open_safetensors(file: Path) -> Iterator[Any]:
         ) from error
 
 
-def read_tensors(file: Path) -> dict[str, Any]:
-    """Read all tensors of a safetensors file."""
-    with open_safetensors(file) as tensors:
-        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - no dictionary
-
-
 def load_network(network: NetworkT, file: Path, device: str, *, hint: str) -> NetworkT:
     """Load a safetensors file into a small network for inference, every name and shape checked."""
-    weights = read_tensors(file)
+    with open_safetensors(file) as tensors:
+        weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - no dictionary
     expected, found = shapes_of(network.state_dict()), shapes_of(weights)
     if wrong := [name for name in expected | found if expected.get(name) != found.get(name)]:
         raise CheckpointError(
@@ -221,10 +215,15 @@ class StoredTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
 
+    def read(self) -> Any:
+        """Read the tensor; its memory is a view of the file."""
+        with open_safetensors(self.file) as tensors:
+            return tensors.get_tensor(self.name)
 
-def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
+
+def stored_tensors(folder: Path, stem: str = "model", pickle_hint: str = CONVERT_HINT) -> Iterator[StoredTensor]:
     """Yield the tensors of a folder, read from the headers of its files."""
-    for file in weight_files(folder):
+    for file in weight_files(folder, stem, pickle_hint):
         with open_safetensors(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - a safetensors file is no dictionary
                 yield StoredTensor(file, name, tuple(tensors.get_slice(name).get_shape()))
@@ -249,6 +248,8 @@ def quiet_transformers() -> Iterator[None]:
 def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{file.parent} has no {file.name}", hint="give the folder of a checkpoint") from None
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{file} cannot be read: {error_summary(error)}", hint=f"give a folder with a sound {file.name}"

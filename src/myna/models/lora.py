@@ -14,8 +14,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from myna.core.config import AdaptSettings, Quantization
@@ -264,8 +263,7 @@ def trains_text_head(folder: Path, family: Family) -> bool:
     files.require_adapter_files(folder)
     model = family.load_model(dtype=torch.float32, device="meta", text_head=True)
     prefixes = tuple(f"base_model.model.{name}." for name in family.module_names(model)["text_head"])
-    with files.open_safetensors(folder / files.ADAPTER_WEIGHTS_FILE) as tensors:
-        return any(name.startswith(prefixes) for name in tensors.keys())  # noqa: SIM118 - no dictionary
+    return any(tensor.name.startswith(prefixes) for tensor in files.stored_tensors(folder, stem="adapter_model"))
 
 
 def base_model_hash(
@@ -307,11 +305,11 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     files.require_adapter_files(folder)
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        tensors = load_file(folder / files.ADAPTER_WEIGHTS_FILE)
-    except (ValueError, TypeError, KeyError, SafetensorError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder} is damaged: {error}", hint="open another checkpoint of the run") from None
     if not isinstance(config, LoraConfig):
         raise ModelError(f"{folder} is a {config.peft_type} adapter", hint="only LoRA adapters can be opened")
+    tensors = {tensor.name: tensor.read() for tensor in files.stored_tensors(folder, stem="adapter_model")}
     if broken := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
         raise CheckpointError(
             f"{folder}: {files.format_names(broken)} not finite", hint="open an earlier checkpoint of the run"

@@ -5,7 +5,6 @@ one short vector per frame, which a residual vector quantizer turns into codes. 
 spectra and an inverse STFT. No layer works at the sample rate, so the network is small and fast.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -22,8 +21,7 @@ from torch.nn import functional as F
 from myna.core.errors import CheckpointError, ModelError
 from myna.core.io import atomic_folder
 from myna.data.codec import Codes, EncodedBatch, NotifyCallback, PendingSamples, Samples, encode_equal_lengths
-from myna.models import codecs
-from myna.models.files import format_names, read_tensors, shapes_of, state_dict_problems, weight_files
+from myna.models import codecs, files
 
 SPECTRUM_OVERLAP = 4
 """Overlapping spectra per output sample of the decoder."""
@@ -292,9 +290,9 @@ class MelCodec:
     def open(cls, folder: Path, device: torch.device | str = "cpu") -> Self:
         config, tensors = read_mel_codec_config(folder), read_mel_codec_tensors(folder)
         network = MelCodecNetwork(config)
-        problems = state_dict_problems(shapes_of(network.state_dict()), shapes_of(tensors))
+        problems = files.state_dict_problems(files.shapes_of(network.state_dict()), files.shapes_of(tensors))
         bad = [name for name, x in tensors.items() if not x.is_floating_point() or not x.isfinite().all()]
-        problems += [f"{len(bad)} not finite: {format_names(bad)}"] if bad else []
+        problems += [f"{len(bad)} not finite: {files.format_names(bad)}"] if bad else []
         if problems:
             raise CheckpointError(
                 f"the codec in {folder} does not fit its configuration: {'; '.join(problems)}", hint=COPY_AGAIN_HINT
@@ -342,21 +340,14 @@ def save_mel_codec(network: MelCodecNetwork, folder: Path) -> None:
     half = {name: tensor.detach().half().cpu().contiguous() for name, tensor in network.state_dict().items()}
     with atomic_folder(folder, replace=True) as written:
         save_torch_state_dict(half, written, max_shard_size=MAX_SHARD_BYTES)
-        settings = {"model_type": MODEL_TYPE} | asdict(network.config)
-        (written / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        files.write_json(written / "config.json", {"model_type": MODEL_TYPE} | asdict(network.config))
 
 
 def read_mel_codec_config(folder: Path) -> MelCodecConfig:
     path = folder / "config.json"
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        kind = settings.pop("model_type")
-    except (FileNotFoundError, NotADirectoryError):
-        raise ModelError(f"{folder} has no config.json", hint="name the codec's folder") from None
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{path} is not the configuration of a codec: {error!r}", hint=COPY_AGAIN_HINT) from None
-    if kind != MODEL_TYPE:
-        raise ModelError(f"{folder} holds a model of type {kind!r}, not {MODEL_TYPE}", hint="name the codec's folder")
+    settings = files.read_json(path)
+    if (kind := settings.pop("model_type", None)) != MODEL_TYPE:
+        raise ModelError(f"{path}: model_type is {kind!r}, not {MODEL_TYPE}", hint="name the codec's folder")
     names = {field.name for field in fields(MelCodecConfig)}
     if wrong := sorted(settings.keys() ^ names):
         raise ModelError(f"{path}: settings missing or unknown: {', '.join(wrong)}", hint=COPY_AGAIN_HINT)
@@ -368,5 +359,4 @@ def read_mel_codec_config(folder: Path) -> MelCodecConfig:
 
 def read_mel_codec_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Read the weights of a codec from one file or several, in the precision of the files."""
-    files = weight_files(folder, pickle_hint=COPY_AGAIN_HINT)
-    return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
+    return {tensor.name: tensor.read() for tensor in files.stored_tensors(folder, pickle_hint=COPY_AGAIN_HINT)}

@@ -120,16 +120,15 @@ def compare_merged(base: torch.Tensor, adapted: torch.Tensor, merged: torch.Tens
 
 def verify_written(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Read the weights of a folder back, and check that names and bits are unchanged."""
-    stored = {tensor.name: tensor.file for tensor in files.stored_tensors(folder)}
+    stored = {tensor.name: tensor for tensor in files.stored_tensors(folder)}
     if differing := sorted(stored.keys() ^ tensors.keys()):
         raise CheckpointError(f"{folder} was written with other tensors: {differing[0]}", hint="write it once more")
-    for name, file in stored.items():
-        with files.open_safetensors(file) as opened:
-            pair = opened.get_tensor(name), tensors[name].detach().cpu()
-        found, written = (tensor.contiguous().flatten().view(torch.uint8) for tensor in pair)
+    for name, tensor in stored.items():
+        pair = tensor.read(), tensors[name].detach().cpu()
+        found, written = (one.contiguous().flatten().view(torch.uint8) for one in pair)
         if pair[0].dtype != pair[1].dtype or not torch.equal(found, written):
             raise CheckpointError(
-                f"{name} in {file} was read back otherwise than it was written",
+                f"{name} in {tensor.file} was read back otherwise than it was written",
                 hint="check the disk, and write it once more",
             )
 

@@ -161,7 +161,7 @@ def test_a_file_cut_short_is_named(copied: Path) -> None:
     ("config", "said"),
     [
         (None, "no config.json"),
-        ("{", "layout"),
+        ("{", "cannot be read"),
         ("{}", "layout"),
         ('{"model_type": "dac"}', "'dac'"),
         ('{"model_type": "higgs_audio_v2_tokenizer", "sample_rate": "fast"}', "sample_rate"),

@@ -56,10 +56,10 @@ def test_an_answer_ends_where_the_model_ends_it(family: Phi4, model: Any, left_o
     with torch.no_grad():
         model.lm_head.weight.zero_()[0] = 1
     first = family.tokenizer.decode([0])
-    assert [tuple(answer) for answer in family.answer(model, prompts, 3)] == [(3 * first, False)] * 2
+    assert [tuple(answer) for answer in family.answer(model, prompts, 3)] == [(3 * first, [0] * 3, False)] * 2
     with torch.no_grad():
         model.lm_head.weight[end] = 2
-    assert [tuple(answer) for answer in family.answer(model, prompts, 3)] == [("", True)] * 2
+    assert [tuple(answer) for answer in family.answer(model, prompts, 3)] == [("", [], True)] * 2
 
 
 def test_constrained_answers_can_be_parsed(family: Phi4, model: Any, left_open: list[Conversation]) -> None:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from myna.core.device import supports_triton
 from myna.data.codec import Codec, Codes, Samples, encode_equal_lengths
-from myna.models.codecs import full_precision
+from myna.models.codecs import full_precision, record_event
 
 Activation = Tensor | Literal["gelu", "elu"] | None
 """Activation after a convolution; a tensor holds the channel frequencies of a snake activation."""
@@ -405,13 +405,10 @@ class BatchedCodec:
             bandwidth = self._model.config.target_bandwidths[-1]
             codes = self._model.quantizer.encode(encoded.transpose(1, 2), bandwidth).permute(1, 2, 0)
             codes, finite = (x.to("cpu", non_blocking=True) for x in (codes, encoded.isfinite().all()))
-            done = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-            if done is not None:
-                done.record()
+            wait = record_event(self._device)
 
         def fetch() -> list[Codes] | None:
-            if done is not None:
-                done.synchronize()
+            wait()
             if not bool(finite):
                 return None
             return [own[:count] for own, count in zip(codes.numpy().astype(np.uint16), frames, strict=True)]

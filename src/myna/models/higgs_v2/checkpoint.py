@@ -9,7 +9,6 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -176,26 +175,20 @@ def load_weights(
             hint="train without a text loss (text weight 0), or use a checkpoint that was saved with its text head",
         )
     files.check_state_dict(model.state_dict(), {name: _shape(parts) for name, parts in stored.items()}, folder)
-    with ExitStack() as stack:
-        used = {part.file for parts in stored.values() for part in parts}
-        opened = {file: stack.enter_context(files.open_safetensors(file)) for file in used}
 
-        def read(name: str) -> torch.Tensor:
-            # A copy, since the tensor is a view of the file.
-            parts: list[torch.Tensor] = [
-                opened[part.file].get_tensor(part.name).to(device, dtype, copy=True) for part in stored[name]
-            ]
-            if _is_split(stored[name]):
-                return torch.cat(parts)
-            if any(not torch.equal(parts[0], other) for other in parts[1:]):
-                keys = [part.name for part in stored[name]]
-                raise CheckpointError(
-                    f"{folder} holds {name} more than once, with different values: {files.format_names(keys)}",
-                    hint="download the checkpoint again, or save it from one source",
-                )
-            return parts[0]
+    def read(name: str) -> torch.Tensor:
+        parts: list[torch.Tensor] = [part.read().to(device, dtype, copy=True) for part in stored[name]]
+        if _is_split(stored[name]):
+            return torch.cat(parts)
+        if any(not torch.equal(parts[0], other) for other in parts[1:]):
+            keys = [part.name for part in stored[name]]
+            raise CheckpointError(
+                f"{folder} holds {name} more than once, with different values: {files.format_names(keys)}",
+                hint="download the checkpoint again, or save it from one source",
+            )
+        return parts[0]
 
-        model.load_state_dict({name: read(name) for name in stored}, strict=True, assign=True)
+    model.load_state_dict({name: read(name) for name in stored}, strict=True, assign=True)
     # Computed buffers are not stored, and are still on the meta device.
     inner = model.model
     inner.rotary_emb = type(inner.rotary_emb)(model.config).to(device)
@@ -309,21 +302,20 @@ def _convert_adapter(source: Path, out: Path, layout: Layout) -> None:
     prefixes = tuple(f"{names[layout == 'transformers']}." for names in MODULE_RENAMES)
     tensors: dict[str, torch.Tensor] = {}
     adapted, fully_trained, unknown = set(), set(), []
-    with files.open_safetensors(files.weight_files(source, stem="adapter_model")[0]) as stored:
-        for key in sorted(stored.keys()):
-            name = _rename(key.removeprefix(PEFT_PREFIX), layout)
-            if not key.startswith(PEFT_PREFIX) or not name.startswith(prefixes):
-                unknown.append(key)
-                continue
-            tensors[PEFT_PREFIX + name] = stored.get_tensor(key)
-            module, lora, _ = name.partition(".lora_")
-            if lora:
-                adapted.add(module)
-            elif ".base_layer." not in name:
-                fully_trained.add(name.rpartition(".")[0])
+    for stored in files.stored_tensors(source, stem="adapter_model"):
+        name = _rename(stored.name.removeprefix(PEFT_PREFIX), layout)
+        if not stored.name.startswith(PEFT_PREFIX) or not name.startswith(prefixes):
+            unknown.append(stored.name)
+            continue
+        tensors[PEFT_PREFIX + name] = stored.read()
+        module, lora, _ = name.partition(".lora_")
+        if lora:
+            adapted.add(module)
+        elif ".base_layer." not in name:
+            fully_trained.add(name.rpartition(".")[0])
     if unknown:
         raise CheckpointError(
-            f"{source}: tensors of no module of Higgs Audio v2: {files.format_names(unknown)}",
+            f"{source}: tensors of no module of Higgs Audio v2: {files.format_names(sorted(unknown))}",
             hint="give an adapter that was trained on Higgs Audio v2 with PEFT",
         )
     config |= dict.fromkeys(("task_type", "auto_mapping", "exclude_modules", "layers_to_transform", "layers_pattern"))

@@ -6,13 +6,12 @@ gives the same samples, alone or among others.
 """
 
 import importlib
-import json
 import math
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -30,8 +29,8 @@ from torch.nn import functional as F
 from myna.core.device import supports_triton
 from myna.core.errors import CheckpointError, ModelError
 from myna.data.codec import Codes, EncodedBatch, NotifyCallback, PendingSamples, Samples, encode_equal_lengths
-from myna.models.codecs import check_clips, check_codes, codec_revision, decode_in_windows, full_precision
-from myna.models.files import format_names, open_safetensors, quiet_transformers, weight_files
+from myna.models.codecs import check_clips, check_codes, codec_revision, decode_in_windows, full_precision, record_event
+from myna.models.files import format_names, quiet_transformers, read_json, stored_tensors
 from myna.models.higgs_v2 import batched_encoder
 from myna.models.higgs_v2.batched_encoder import BatchedCodec, FusedConv, ResidualUnits, snake_frequencies
 
@@ -80,8 +79,8 @@ class HiggsCodec:
     def open(cls, folder: Path, device: torch.device | str = "cpu") -> Self:
         """Open a folder, every tensor checked."""
         config = _read_config(folder)
-        files = weight_files(folder, pickle_hint=f"use the converted checkpoint: hf download {RELEASED_CODEC}")
-        return cls(_load(folder, config), _revision(config, files), torch.device(device))
+        revision = _revision(folder, config)
+        return cls(_load(folder, config), revision, torch.device(device))
 
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
         """Encode (clips, samples) to (clips, frames, codebooks). One frame is enough, nothing is padded."""
@@ -256,20 +255,16 @@ def sinc_resample(waveform: torch.Tensor, orig: int, new: int) -> torch.Tensor:
 
 def _read_config(folder: Path) -> Any:
     path = folder / "config.json"
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        if settings["model_type"] == MODEL_TYPE:
-            return codec_classes()[0].from_dict(settings)
-    except FileNotFoundError:
-        raise ModelError(f"{folder} has no config.json", hint=f"name the codec's folder, or {RELEASED_CODEC}") from None
-    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        # The original configuration, for example, has no model type.
+    settings = read_json(path)
+    kind, hint = settings.get("model_type"), f"use {RELEASED_CODEC}"
+    if kind != MODEL_TYPE:  # the original configuration has no model type
         raise ModelError(
-            f"{path} is not a codec configuration in the transformers layout: {error!r}", hint=f"use {RELEASED_CODEC}"
-        ) from None
-    raise ModelError(
-        f"{folder} holds a model of type {settings['model_type']!r}, not a codec", hint=f"for example {RELEASED_CODEC}"
-    )
+            f"{folder} holds a model of type {kind!r}, not a codec in the layout of transformers", hint=hint
+        )
+    try:
+        return codec_classes()[0].from_dict(settings)
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ModelError(f"{path}: {error}", hint=hint) from None
 
 
 def _load(folder: Path, config: Any) -> Any:
@@ -299,7 +294,7 @@ def _load(folder: Path, config: Any) -> Any:
     return model
 
 
-def _revision(config: Any, files: list[Path]) -> str:
+def _revision(folder: Path, config: Any) -> str:
     settings = [
         {name: getattr(part, name) for name in names.split()}
         for part, names in (
@@ -308,10 +303,8 @@ def _revision(config: Any, files: list[Path]) -> str:
             (config.semantic_model_config, SEMANTIC_SETTINGS),
         )
     ]
-    with ExitStack() as stack:
-        stored = [stack.enter_context(open_safetensors(file)) for file in files]
-        tensors = ((name, tensors.get_tensor(name)) for tensors in stored for name in tensors.keys())  # noqa: SIM118
-        return codec_revision(settings, tensors)
+    stored = stored_tensors(folder, pickle_hint=f"use the converted checkpoint: hf download {RELEASED_CODEC}")
+    return codec_revision(settings, ((tensor.name, tensor.read()) for tensor in stored))
 
 
 class UpsamplingBlock(nn.Module):
@@ -405,13 +398,10 @@ class WindowDecoder:
                 for start in range(0, len(indices), largest):
                     batch = indices[start : start + largest]
                     parts.append((batch, self._run([windows[index] for index in batch], frames)))
-            done = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
-            if done is not None:
-                done.record()
+            wait = record_event(self._device)
 
         def fetch() -> list[Samples | None]:
-            if done is not None:
-                done.synchronize()
+            wait()
             samples: list[Samples | None] = [None] * len(windows)
             for batch, waves in parts:
                 for index, wave in zip(batch, waves.numpy(), strict=False):

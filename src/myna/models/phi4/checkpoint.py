@@ -6,7 +6,6 @@ loaded.
 """
 
 import copy
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +91,7 @@ def load_weights(
     if device.type == "meta":
         return model
     stored = _check_tensors(folder, config, model)
-    with ExitStack() as stack:
-        opened = {file: stack.enter_context(files.open_safetensors(file)) for file in {t.file for t in stored.values()}}
-        # A copy, since the tensor is a view of the file.
-        state = {name: opened[t.file].get_tensor(name).to(device, dtype, copy=True) for name, t in stored.items()}
+    state = {name: tensor.read().to(device, dtype, copy=True) for name, tensor in stored.items()}
     _merge_speech_adapter(state, folder)
     if config.tie_word_embeddings:
         state[HEAD] = state[EMBEDDING]
@@ -123,9 +119,7 @@ def save(model: Any, folder: Path, tokenizer: PreTrainedTokenizerFast, source: P
     config.tie_word_embeddings = config.tie_word_embeddings and torch.equal(state[HEAD], state[EMBEDDING])
     if config.tie_word_embeddings:
         del state[HEAD]
-    for file in files.weight_files(source):
-        with files.open_safetensors(file) as tensors:
-            state |= {name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith(VISION_PREFIXES)}  # noqa: SIM118
+    state |= {t.name: t.read() for t in files.stored_tensors(source) if t.name.startswith(VISION_PREFIXES)}
     with atomic_folder(folder) as out:
         save_torch_state_dict(state, out, max_shard_size=MAX_SHARD_SIZE)
         config.save_pretrained(out)
@@ -162,20 +156,17 @@ def _merge_speech_adapter(state: dict[str, torch.Tensor], folder: Path) -> None:
         )
     rank = settings["r"]
     scale = settings["lora_alpha"] / (rank**0.5 if settings.get("use_rslora") else rank)
-    [file] = files.weight_files(adapter, stem="adapter_model")
-    with files.open_safetensors(file) as tensors:
-        unused = set(tensors.keys())
-        for name in sorted(key for key in unused if ".lora_A." in key):
-            pair = name, name.replace(".lora_A.", ".lora_B.")
-            target = f"{name.removeprefix('base_model.model.').partition('.lora_A.')[0]}.weight"
-            if target not in state or pair[1] not in unused:
-                break
-            down, up = (tensors.get_tensor(key).to(state[target].device, torch.float32) for key in pair)
-            merged = state[target].float() + scale * (up @ down)
-            state[target] = merged.to(state[target].dtype)
-            unused -= {*pair}
-    if unused:
+    stored = {tensor.name: tensor for tensor in files.stored_tensors(adapter, stem="adapter_model")}
+    for name in sorted(key for key in stored if ".lora_A." in key):
+        pair = name, name.replace(".lora_A.", ".lora_B.")
+        target = f"{name.removeprefix('base_model.model.').partition('.lora_A.')[0]}.weight"
+        if target not in state or pair[1] not in stored:
+            break
+        down, up = (stored.pop(key).read().to(state[target].device, torch.float32) for key in pair)
+        merged = state[target].float() + scale * (up @ down)
+        state[target] = merged.to(state[target].dtype)
+    if stored:
         raise CheckpointError(
-            f"{file} holds tensors that belong to no layer of the model: {files.format_names(sorted(unused))}",
+            f"{adapter} holds tensors that belong to no layer of the model: {files.format_names(sorted(stored))}",
             hint="download the checkpoint again",
         )

@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 from transformers import Phi4MultimodalFeatureExtractor
 
-from myna.core.errors import AudioError, ModelError
+from myna.core.errors import ModelError
 from myna.data.codec import EncodedBatch, NotifyCallback, Samples, encode_equal_lengths
+from myna.models.codecs import check_clips
 from myna.models.files import read_json
 
 CODES_PER_UNIT = 1600
@@ -53,11 +54,7 @@ class MelFeatureEncoder:
     def encode(self, clips: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
         """Encode (clips, samples) to (clips, frames, bands). A window spans three frames, so there are two spectra
         fewer: the last two frames stay zero, and `valid_frames` leaves them out."""
-        if clips.ndim != 2 or clips.shape[1] % self.hop or not np.isfinite(clips).all():
-            raise AudioError(
-                f"features are made of finite clips in whole frames of {self.hop} samples, not of {clips.shape}",
-                hint="export the recording again",
-            )
+        check_clips(self, clips)
         frames = clips.shape[1] // self.hop
         codes = np.zeros((len(clips), frames, self.codebooks), np.uint16)
         if frames < WINDOW_FRAMES:

@@ -125,13 +125,7 @@ class Phi4(base.AnsweringFamily):
                 self._grammar = TokenGrammar(grammar, self.tokenizer, eos_ids, self.config.vocab_size)
             decoder = ConstrainedDecoder(self._grammar, len(prompts), max_tokens)
         generated = generate(core, batch, eos_ids, max_tokens, decoder)
-        return [base.GeneratedAnswer(self.tokenizer.decode(ids), stopped) for ids, stopped in generated]
-
-    def greedy_ids(self, model: nn.Module, prompt: base.RenderedSequence, max_tokens: int) -> tuple[list[int], bool]:
-        core = base.get_base_model(model)
-        batch = self.collate([prompt]).to(next(core.parameters()).device)
-        [generated] = generate(core, batch, checkpoint.eos_ids(self.config), max_tokens)
-        return generated
+        return [base.GeneratedAnswer(self.tokenizer.decode(ids), ids, stopped) for ids, stopped in generated]
 
     @property
     def has_text_head(self) -> bool:

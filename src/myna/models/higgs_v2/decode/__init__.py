@@ -53,9 +53,10 @@ class HiggsDecoder:
         self._layers: list[LayerWeights] | None = None
         if weights.can_join(core):
             self._layers, self._head = weights.join_weights(core)
-        self._allocate_cache()
+        self._allocate()
 
-    def _allocate_cache(self) -> None:
+    def _allocate(self) -> None:
+        """Allocate what all steps use: the cache and the rotary tables."""
         # Under autocast attention gets another type than the weights have.
         dtype = self.core.audio_lm_head.weight.dtype
         if torch.is_autocast_enabled(self.device.type):

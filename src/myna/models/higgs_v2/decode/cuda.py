@@ -15,9 +15,8 @@ from myna.core.compat import scaled_mm
 from myna.models.base import IGNORE_INDEX, RenderedSequence, StepResult
 from myna.models.code_sampling import MAX_REPETITION_WINDOW, RowState
 from myna.models.higgs_v2.decode import HiggsDecoder, audio_positions, kernels, run_layers, sampling_kernels, weights
-from myna.models.higgs_v2.decode.weights import HiggsAdapterSlots, Weight, WeightFormat
+from myna.models.higgs_v2.decode.weights import Weight, WeightFormat
 from myna.models.higgs_v2.forward import apply_rotary, embed_inputs
-from myna.models.higgs_v2.render import DelayPattern
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Batch sizes that graphs are captured for. A batch between two of them runs as the larger."""
@@ -68,25 +67,18 @@ class CudaDecoder(HiggsDecoder):
 
     steps_ahead = 2
 
-    def __init__(
-        self,
-        core: Any,
-        delay: DelayPattern,
-        rows: int,
-        max_positions: int,
-        adapters: HiggsAdapterSlots | None = None,
-        exact: bool = False,
-    ) -> None:
-        super().__init__(core, delay, rows, max_positions, adapters, exact)
-        config, device = core.config, self.device
-        hidden, dtype = config.hidden_size, self.keys[0].dtype
+    def _allocate(self) -> None:
+        super()._allocate()
+        core, rows, books, device = self.core, self.rows, self.delay.codebooks, self.device
+        config, dtype = core.config, self.keys[0].dtype
+        hidden: int = config.hidden_size
         self._h = torch.empty(rows, hidden, dtype=torch.float32, device=device)
         self._q = torch.empty(rows, self.heads * self.head_dim, dtype=dtype, device=device)
         self._attended = torch.empty_like(self._q)
         self._gated = torch.empty(rows, config.intermediate_size, dtype=dtype, device=device)
-        self._logits = torch.empty(rows, delay.codebooks * self.classes, dtype=torch.float32, device=device)
+        self._logits = torch.empty(rows, books * self.classes, dtype=torch.float32, device=device)
         smallest_split = min(decode_attention_tile(bucket).split for bucket in ROW_BUCKETS)
-        parts = rows * self.heads * triton.next_power_of_2(-(-max_positions // smallest_split))
+        parts = rows * self.heads * triton.next_power_of_2(-(-self.max_positions // smallest_split))
         self._partial_sums = torch.empty(parts, self.head_dim, dtype=torch.float32, device=device)
         self._partial_norms = torch.empty(parts, 2, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(rows, self.kv_heads, dtype=torch.int32, device=device)
@@ -94,7 +86,6 @@ class CudaDecoder(HiggsDecoder):
         self._half_cos = self._cos[:, 0, :half].float().contiguous()
         self._half_sin = self._sin[:, 0, half:].float().contiguous()
         self._table = core.model.embed_audio_tokens.embed_audio_tokens.weight
-        books = delay.codebooks
         self._result = torch.empty(rows, 2 * books + 1, dtype=torch.int32, device=device)
         self._host = torch.empty(RESULT_BUFFERS, rows, 2 * books + 1, dtype=torch.int32, pin_memory=True)
         self._copied = [torch.cuda.Event() for _ in range(RESULT_BUFFERS)]  # type: ignore[no-untyped-call]
@@ -117,7 +108,7 @@ class CudaDecoder(HiggsDecoder):
             wide = config.intermediate_size
             self._codes8 = torch.empty(rows, max(hidden, wide), dtype=torch.float8_e4m3fn, device=device)
             self._scales8 = torch.empty(rows, 1, dtype=torch.float32, device=device)
-        self._norm_warps = NORM_WARPS if adapters is None else ADAPTED_NORM_WARPS
+        self._norm_warps = NORM_WARPS if self.adapters is None else ADAPTED_NORM_WARPS
         # The kernel may start while the one before it ends, on GPUs that support it.
         self._dependent = torch.cuda.get_device_capability(device) >= DEPENDENT_LAUNCH_CAPABILITY
 
