@@ -39,13 +39,6 @@ def _kernels() -> Any:
     return import_module("myna.models.higgs_v2.codec_kernels")
 
 
-def _kernel_activation(activation: Activation) -> tuple[int, Tensor | None]:
-    """Return the kernels' code for an activation, and the parameter of a snake."""
-    if isinstance(activation, Tensor):
-        return _kernels().SNAKE, activation
-    return {None: _kernels().IDENTITY, "gelu": _kernels().GELU, "elu": _kernels().ELU}[activation], None
-
-
 def activate(x: Tensor, activation: Activation) -> Tensor:
     if isinstance(activation, Tensor):
         return x + (activation + 1e-9).reciprocal() * torch.sin(activation * x).pow(2)
@@ -90,6 +83,10 @@ class FusedConv(nn.Module):
         """Return the output length for an int or a tensor of them."""
         return (time + 2 * self.padding - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
 
+    def time_out(self, time: int) -> int:
+        # Kernels of even length give one position more than HuBERT's positional convolution keeps.
+        return min(int(self.length(time)), time)
+
     def forward(self, x: Tensor, ends: Tensor, residual: Tensor | None = None, activation: Activation = None) -> Tensor:
         """Convolve (clips, time, channels), read up to `ends`, and return the activated output."""
         return self.with_sum(x, ends, residual, activation, keep=False)[1]
@@ -98,12 +95,9 @@ class FusedConv(nn.Module):
         self, x: Tensor, ends: Tensor, residual: Tensor | None = None, activation: Activation = None, keep: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Return the output plus `residual` before and after the activation; the former is only valid with `keep`."""
-        # Kernels of even length give one position more than HuBERT's positional convolution keeps.
-        time_out = min(self.length(x.shape[1]), x.shape[1])
         if supports_triton(x):
-            shape = (self.outputs, time_out, self.stride, self.dilation, self.padding)
-            arguments = (x, ends, (self.high, self.low), self.bias, *shape, *_kernel_activation(activation))
-            return _kernels().launch_conv(*arguments, residual, keep)  # type: ignore[no-any-return]
+            return _kernels().launch_conv(self, x, ends, residual, activation, keep)  # type: ignore[no-any-return]
+        time_out = self.time_out(x.shape[1])
         x = torch.where(valid_mask(x, ends), x, 0.0).transpose(1, 2)
         x = F.conv1d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
         x = x[..., :time_out].transpose(1, 2).contiguous()
@@ -130,10 +124,8 @@ class WaveformConv(nn.Module):
         """Convolve (clips, samples) and activate; a `norm` is applied over each clip's time."""
         scale, shift = (None, self.bias) if norm is None else self.norm_scale_and_shift(waves, ends, norm)
         if supports_triton(waves):
-            time_out = self.length(waves.shape[1])
-            code, alpha = _kernel_activation(activation)
-            arguments = (self.weight, scale, shift, time_out, self.stride, self.padding, code, alpha, keep)
-            return _kernels().launch_waveform_conv(waves, ends, *arguments)  # type: ignore[no-any-return]
+            arguments = (self, waves, ends, scale, shift, activation, keep)
+            return _kernels().launch_waveform_conv(*arguments)  # type: ignore[no-any-return]
         x = self._windows(torch.where(valid_mask(waves[..., None], ends)[..., 0], waves, 0.0)) @ self.weight
         x = x + shift if scale is None else x * scale[:, None] + shift[:, None]
         return x, activate(x, activation)

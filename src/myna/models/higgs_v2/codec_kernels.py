@@ -8,7 +8,7 @@ sums are added in plain fp32. Imported only with a CUDA device and Triton.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,7 +20,8 @@ CHANNEL_MULTIPLE = 64
 """Weights are zero-padded to a multiple of this many channels, so that no block reads past a filter tap."""
 OUTPUT_MULTIPLE = 128
 WAVEFORM_TIMES, WAVEFORM_CHANNELS = 64, 64
-IDENTITY, SNAKE, GELU, ELU = 0, 1, 2, 3
+SNAKE, ACTIVATIONS = 1, {None: 0, "gelu": 2, "elu": 3}
+"""Numbers of the activations in `_activate`."""
 
 
 class ConvTile(NamedTuple):
@@ -151,24 +152,19 @@ def split_fp16(weight: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.T
     return high, ((padded - high) * RESIDUAL_SCALE).half()
 
 
+def _activation_arguments(activation: torch.Tensor | str | None) -> tuple[int, torch.Tensor | None]:
+    """Return the kernels' number of an activation, and the parameter of a snake."""
+    return (SNAKE, activation) if isinstance(activation, torch.Tensor) else (ACTIVATIONS[activation], None)
+
+
 def launch_conv(
-    x: torch.Tensor,
-    ends: torch.Tensor,
-    weight: tuple[torch.Tensor, torch.Tensor],
-    bias: torch.Tensor | None,
-    outputs: int,
-    time_out: int,
-    stride: int,
-    dilation: int,
-    padding: int,
-    activation: int,
-    alpha: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    keep: bool,
+    conv: Any, x: torch.Tensor, ends: torch.Tensor, residual: torch.Tensor | None, activation: Any, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums and their activation; the sums are only valid with `keep`."""
+    """Compute `FusedConv.with_sum`."""
     clips, time_in, width = x.shape
-    groups, outputs_stored, taps, channels_stored = weight[0].shape
+    groups, outputs_stored, taps, channels_stored = conv.high.shape
+    outputs, bias, time_out = conv.outputs, conv.bias, conv.time_out(time_in)
+    number, alpha = _activation_arguments(activation)
     rows, out = clips * time_out, x.new_empty(clips, time_out, outputs)
     assert x.is_contiguous() and (residual is None or residual.is_contiguous())
     assert max(x.numel(), out.numel()) < 2**31, "offsets are 32-bit"
@@ -178,14 +174,14 @@ def launch_conv(
     column_blocks = triton.cdiv(group_outputs, tile.columns)
     optional = (out if tensor is None else tensor for tensor in (bias, alpha, residual))
     _conv_kernel[(triton.cdiv(rows, tile.rows) * column_blocks, groups)](
-        *(x, *weight, *optional, total, out, ends),
+        *(x, conv.high, conv.low, *optional, total, out, ends),
         *(rows, time_in, time_out, width, outputs, width // groups, channels_stored, group_outputs, outputs_stored),
-        *(column_blocks, taps, stride, dilation, padding),
+        *(column_blocks, taps, conv.stride, conv.dilation, conv.padding),
         SCALE=RESIDUAL_SCALE,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         KEEPS_TOTAL=keep,
-        ACTIVATION=activation,
+        ACTIVATION=number,
         ALL_CHANNELS=width // groups == channels_stored,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
@@ -224,31 +220,23 @@ def _waveform_conv_kernel(
 
 
 def launch_waveform_conv(
-    waves: torch.Tensor,
-    ends: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor,
-    time_out: int,
-    stride: int,
-    padding: int,
-    activation: int,
-    alpha: torch.Tensor | None,
-    keep: bool,
+    conv: Any, waves: torch.Tensor, ends: torch.Tensor, scale: Any, shift: torch.Tensor, activation: Any, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolve waves: `weight` (taps, channels), `scale` (clips, channels), `shift` like the scale or (channels,)."""
-    (clips, time_in), (taps, channels) = waves.shape, weight.shape
+    """Compute `WaveformConv`: `scale` is (clips, channels) or None, `shift` like it or (channels,)."""
+    (clips, time_in), (taps, channels) = waves.shape, conv.weight.shape
+    time_out, (number, alpha) = conv.length(time_in), _activation_arguments(activation)
     out = waves.new_empty(clips, time_out, channels)
     total = torch.empty_like(out) if keep else out
     assert waves.is_contiguous() and out.numel() < 2**31
     grid = (triton.cdiv(time_out, WAVEFORM_TIMES), clips, triton.cdiv(channels, WAVEFORM_CHANNELS))
+    optional = (out if tensor is None else tensor for tensor in (scale, shift, alpha))
     _waveform_conv_kernel[grid](
-        *(waves, weight, out if scale is None else scale, shift, out if alpha is None else alpha, total, out, ends),
-        *(time_in, time_out, channels, 0 if shift.ndim == 1 else channels, stride, padding),
+        *(waves, conv.weight, *optional, total, out, ends),
+        *(time_in, time_out, channels, 0 if shift.ndim == 1 else channels, conv.stride, conv.padding),
         TAPS=taps,
         HAS_SCALE=scale is not None,
         KEEPS_TOTAL=keep,
-        ACTIVATION=activation,
+        ACTIVATION=number,
         TIMES=WAVEFORM_TIMES,
         CHANNELS=WAVEFORM_CHANNELS,
         num_warps=4,
