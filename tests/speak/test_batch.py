@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myna.core.errors import SpeakError
-from myna.data.codec import Samples
+from myna.data.codec import Codes, Samples
 from myna.models import open_family, save_tiny_model
 from myna.models.base import PendingStep, require_speaking
 from myna.models.ref import ModelRef
@@ -278,3 +278,55 @@ def test_the_shipped_model_from_many_threads() -> None:
     samples, ends = join(finish(batch))
     for text, plan in plans.items():
         assert np.array_equal(samples[text], spoken(engine, plan).samples) and ends[text].finish_reason == "stop"
+
+
+# Numbers that are not finite
+
+
+@pytest.fixture(scope="module")
+def broken_engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """A model in which one code of the first codebook has no embedding: what comes after that code is not finite."""
+    family = require_speaking(open_family(str(save_tiny_model(tmp_path_factory.mktemp("broken") / "model"))))
+    model = family.load_model(dtype=torch.float32, device="cpu", text_head=False).requires_grad_(False)
+    model.get_parameter("model.embed_audio_tokens.embed_audio_tokens.weight")[5] = torch.nan
+    return Engine(family, model, family.load_codec())
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_nan_logits_end_their_request_alone_and_leave_nothing_in_its_slot(broken_engine: Engine, slots: int) -> None:
+    plans = [make_plan(broken_engine, f"text {number}", seed=number, seconds=0.5) for number in range(24)]
+    batch = SpeechBatch(broken_engine, slots, 256)
+    for plan in plans:
+        batch.submit(plan, id=plan.request.id)
+    ended: dict[str, RunningRequest] = {}
+    while batch.busy:
+        ended |= {event.id: event.running for event in step(batch) if event.ended}
+    failed = {id for id, running in ended.items() if running.error is not None}
+    assert 2 < len(failed) < 22 and len(ended) == 24
+    for id in failed:
+        assert isinstance(ended[id].error, SpeakError) and f"{id}: the model's logits are not finite" in str(
+            ended[id].error
+        )
+    for plan in plans:
+        alone = SpeechBatch(broken_engine, 1, 256)
+        running = alone.start(plan)
+        while alone.busy:
+            alone.step()
+        assert (running.error is not None) == (plan.request.id in failed)
+        if running.error is None:
+            assert np.array_equal(running.codes(), ended[plan.request.id].codes())
+
+
+def test_speaking_with_nan_logits_raises_the_error(broken_engine: Engine) -> None:
+    plans = [make_plan(broken_engine, f"text {number}", seed=number, seconds=0.5) for number in range(24)]
+    with pytest.raises(SpeakError, match="not finite"):
+        list(broken_engine.speak_plans(plans))
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-31])
+def test_denormal_temperatures_are_greedy(engine: Engine, temperature: float) -> None:
+    def codes(temperature: float) -> Codes:
+        request = SpeechRequest("hello", id="a", max_seconds=0.8, temperature=temperature)
+        return spoken(engine, engine.plan(request)).codes
+
+    assert np.array_equal(codes(0.0), codes(temperature))

@@ -175,6 +175,8 @@ def speak_together(
         scheduler.advance()
     spoken = []
     for generation in generations:
+        if generation.error is not None:
+            raise generation.error
         codes = generation.codes()
         frames, books = codes.shape
         # Undo the delay pattern on the numbers of the steps themselves.

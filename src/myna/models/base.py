@@ -411,7 +411,8 @@ class StepResult(NamedTuple):
     codes: torch.Tensor
     """(rows, codebooks), under the delay pattern, as the model reads them."""
     log_probs: torch.Tensor
-    """(rows, codebooks): log-probabilities of the codes under the model's own distribution."""
+    """(rows, codebooks): log-probabilities of the codes under the model's own distribution; not finite where a logit is
+    not."""
     active: torch.Tensor
     """(rows,): 0 where this was the row's last frame, or where the row had ended before."""
 

@@ -16,6 +16,8 @@ SAMPLING_REVISION = "counter-1"
 """Name that changes whenever model, prompt and settings would give other codes than before."""
 MAX_REPETITION_WINDOW = 16
 """Frames of history that are kept for repetition-aware sampling."""
+MIN_TEMPERATURE = 1e-30
+"""Temperature below which a draw is greedy: it would be in effect, and quotients of logits could overflow."""
 _LOW = 0xFFFFFFFF
 _TINY = 2.0**-24
 
@@ -71,7 +73,7 @@ class RowState:
             "active": 1,
             "caps": max_frames + 1,
             "seeds": sampling.seed,
-            "temperatures": sampling.temperature,
+            "temperatures": sampling.temperature if sampling.temperature >= MIN_TEMPERATURE else 0.0,
             "top_ks": sampling.top_k,
             "top_ps": sampling.top_p,
             "windows": sampling.repetition_window,

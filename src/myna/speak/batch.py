@@ -178,6 +178,8 @@ class RunningRequest:
         """Submit the next segment, if one has ended. Call it after every step that ended a generation."""
         if self._current is None or not self._current.finished:
             return
+        if self._current.error is not None:
+            raise self._current.error
         codes, reason = self._current.codes(), self._current.finish_reason
         text = self.plan.segments[len(self._finished)]
         seconds, quoted = len(codes) / self._codec.frame_rate, f'"{shorten(text, 60, placeholder=" ...")}"'

@@ -30,6 +30,8 @@ class Generation:
     adapter: str = ""
     strength: float = 1.0
     finish_reason: FinishReason | None = None
+    error: SpeakError | None = None
+    """Reason why it was cancelled, where that was not asked for."""
     held: bool = False
     """Whether steps may leave it out, since its listener has enough to hear."""
     _slot: int = -1
@@ -189,10 +191,18 @@ class BatchScheduler:
     def _read(self) -> bool:
         step, generations = self._pending.popleft()
         codes, log_probs, active = step.result()
-        is_running = active.tolist()
+        is_running, has_failed = active.tolist(), False
         rows = zip(generations, codes.numpy(), log_probs.numpy(), is_running, strict=True)
         for generation, row_codes, row_log_probs, is_active in rows:
             if generation.finish_reason is not None:
+                continue
+            if not np.isfinite(row_log_probs).all():
+                generation.error = SpeakError(
+                    f"{generation.prompt.id}: the model's logits are not finite after {generation.frames} frames",
+                    hint="check its weights with `myna verify`; fp16 may have overflowed: try another precision",
+                )
+                generation.cancel()
+                has_failed = True
                 continue
             generation._delayed.append(row_codes)
             generation._log_probs.append(row_log_probs)
@@ -200,7 +210,7 @@ class BatchScheduler:
                 # All codebooks of the last frame are ends; the cap is at the frame after the last one allowed.
                 ended = len(generation._delayed) - codes.shape[1]
                 generation.finish_reason = "stop" if ended < generation.max_frames else "length"
-        return not all(is_running)
+        return has_failed or not all(is_running)
 
 
 def request_sampling(sampling: Sampling, id: str) -> Sampling:

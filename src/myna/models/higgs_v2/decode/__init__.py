@@ -155,6 +155,11 @@ class HiggsDecoder:
         logits = logits.view(rows, self.delay.codebooks, self.classes).float()
         codes = sample_frame(logits, state, rows, self.delay.begin, self.delay.end)
         state.log_probs.copy_(log_probabilities(logits, codes))
+        if not state.log_probs.isfinite().all():
+            # The request ends with an error. In its row, a later request multiplies masked values by 0: NaN stays NaN.
+            broken = ~state.log_probs.isfinite().all(1)
+            for cache in (*self.keys, *self.values):
+                cache[first : first + rows][broken] = 0
         advance(state, rows, codes, self.delay.end)
         return StepResult(codes.cpu(), state.log_probs.cpu().clone(), state.active.cpu().clone())
 

@@ -99,7 +99,7 @@ def sample_kernel(
             if repeats >= tl.load(limits + b):
                 noise = _gumbel(_mix(key ^ (2 * book + 1).to(tl.uint32)), c)
                 code = _argmax(tl.where(allowed, x + noise, -float("inf")), c)
-    code = code.to(tl.int32)
+    code = tl.minimum(code.to(tl.int32), CLASSES - 1)  # logits that are not finite may have no maximum
     if (book == 0) & (end < 0) & (frame >= tl.load(caps + b)):
         code = tl.full((), END, tl.int32)
     if (end >= 0) & (book <= frame - end):
