@@ -12,8 +12,8 @@ from typing import Any
 
 from myna.core.check import Check
 from myna.core.errors import MynaError
-from myna.core.io import atomic_write, bytes_hash, curation_models_folder, file_hash, fsync
-from myna.core.pools import absolute_folder, connect_cluster
+from myna.core.io import absolute_folder, atomic_write, bytes_hash, curation_models_folder, file_hash, fsync
+from myna.core.pools import connect_cluster
 
 SHARED_FACTS = ("python", "transformers", "myna", "codec")
 """Facts that must be equal on this machine as well. Its torch may be a CPU build, since it only shares out work."""

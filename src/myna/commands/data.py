@@ -15,7 +15,7 @@ from myna.commands import options as opt
 from myna.commands.display import call_with_bars, console, show, show_json
 from myna.commands.options import Call, PathLike, command, option
 from myna.core.errors import ConfigError
-from myna.core.io import report_disk_errors
+from myna.core.io import absolute_folder, report_disk_errors
 from myna.core.progress import ProgressCallback, silent
 
 if TYPE_CHECKING:
@@ -264,7 +264,6 @@ def prepare(
     find the recordings, the model and `out` under the same paths. By default this process does. The result is the same,
     byte for byte: docs/guides/many-machines.md
     """
-    from myna.core.pools import absolute_folder
     from myna.data.prepare import ImportSettings, prepare_folder
     from myna.models import is_model_name, open_family
 

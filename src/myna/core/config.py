@@ -9,16 +9,16 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from myna.core.errors import ConfigError
-from myna.core.io import DEFAULT_SPEAKER_ENCODER
+from myna.core.io import DEFAULT_SPEAKER_ENCODER, absolute_folder
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -38,6 +38,11 @@ class Settings(BaseModel):
     """Group of settings. Frozen; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def absolute_paths(self) -> Self:
+        """Return these settings with full paths."""
+        paths = {name: value.absolute() for name, value in self if isinstance(value, Path)}
+        return self.model_copy(update=paths)
 
 
 class ModelSettings(Settings):
@@ -253,24 +258,16 @@ class Recipe(Settings):
     def absolute(self, is_model_name: Callable[[str], bool] = lambda _: False) -> Recipe:
         """Return the recipe with full paths, so that a run opens from any folder. A model for which `is_model_name` is
         true is not a folder, even if there is one of that name."""
-        data = {"train": self.data.train.absolute()}
-        data |= {"evaluation": self.data.evaluation.absolute()} if self.data.evaluation is not None else {}
-        evaluation = self.speech_eval
-        named = {"source": self.model.source, "codec": self.model.codec}
-        folders = {key: str(Path(name).absolute()) for key, name in named.items() if name and Path(name).is_dir()}
-        if is_model_name(self.model.source):
-            folders.pop("source", None)
-        scorers = {"asr": evaluation.asr, "speaker_encoder": evaluation.speaker_encoder}
-        speech: dict[str, Any] = {key: absolute_scorer(name) for key, name in scorers.items() if name is not None}
-        paths = {key: getattr(evaluation, key) for key in ("sentences", "data", "forgetting_data")}
-        speech |= {key: path.absolute() for key, path in paths.items() if path is not None}
-        init = self.adapt.init
-        start = {"init": str(Path(init).absolute())} if init is not None and Path(init).is_dir() else {}
+        source, codec, init = self.model.source, self.model.codec, self.adapt.init
+        source = source if is_model_name(source) else absolute_folder(source)
+        evaluation = self.speech_eval.absolute_paths()
+        asr, encoder = evaluation.asr, evaluation.speaker_encoder
+        scorers = {"asr": asr and absolute_scorer(asr), "speaker_encoder": absolute_scorer(encoder)}
         changed = {
-            "adapt": self.adapt.model_copy(update=start),
-            "data": self.data.model_copy(update=data),
-            "model": self.model.model_copy(update=folders),
-            "speech_eval": evaluation.model_copy(update=speech),
+            "adapt": self.adapt.model_copy(update={"init": init and absolute_folder(init)}),
+            "data": self.data.absolute_paths(),
+            "model": self.model.model_copy(update={"source": source, "codec": codec and absolute_folder(codec)}),
+            "speech_eval": evaluation.model_copy(update=scorers),
         }
         return self.model_copy(update=changed)
 
@@ -325,9 +322,7 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
         nearest = f"; did you mean {close[0]}?" if close else ""
         hint = f"give a YAML file, or the name of a recipe that ships: myna recipes lists them{nearest}"
         raise ConfigError(f"there is no recipe {path}", hint=hint) from None
-    for setting in overrides or []:
-        override(tree, setting)
-    return parse_recipe(tree, where=f"{path} with --set" if overrides else str(path))
+    return parse_recipe(tree, overrides or (), where=f"{path} with --set" if overrides else str(path))
 
 
 def read_settings_tree(path: Path, root: type[Settings], *, hint: str) -> dict[str, Any]:
@@ -348,10 +343,13 @@ def read_settings_tree(path: Path, root: type[Settings], *, hint: str) -> dict[s
     return tree
 
 
-def parse_recipe(tree: dict[str, Any], *, where: str) -> Recipe:
-    """Check a tree of plain values; `where` names it in errors."""
+def parse_recipe(tree: dict[str, Any], overrides: Iterable[str] = (), *, where: str) -> Recipe:
+    """Check a tree of plain values with `overrides` on top; `where` names it in errors."""
+    for setting in overrides:
+        override(tree, setting)
     recipe = parse_settings(Recipe, tree, where=where)
-    _check_sense(recipe, where)
+    for what, hint in _contradictions(recipe):
+        raise ConfigError(f"{where}: {what}", hint=hint)
     return recipe
 
 
@@ -380,9 +378,7 @@ def make_recipe(
         tree, where = source.model_dump(mode="json"), f"the recipe {source.name}"
     elif source is not None:
         tree = deepcopy({**source})
-    for setting in overrides:
-        override(tree, setting)
-    return parse_recipe(tree, where=where)
+    return parse_recipe(tree, overrides, where=where)
 
 
 def format_overrides(settings: SettingOverrides) -> list[str]:
@@ -483,98 +479,90 @@ def _nearest(key: str, root: type[Settings]) -> str:
     return "valid settings: " + ", ".join(inside.values() if group and inside else known)
 
 
-def _check_sense(recipe: Recipe, where: str) -> None:
-    """Refuse settings that contradict one another."""
+def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield settings that contradict one another, with what to type."""
     train, adapt, data, loss = recipe.train, recipe.adapt, recipe.data, recipe.loss
-
-    def refuse(what: str, hint: str) -> None:
-        raise ConfigError(f"{where}: {what}", hint=hint)
-
     if (train.epochs is None) == (train.steps is None):
-        refuse("give either `train.epochs` or `train.steps`", "for example --set train.steps=1000")
+        yield "give either `train.epochs` or `train.steps`", "for example --set train.steps=1000"
     if train.batch_size % train.micro_batch_size:
-        refuse(
+        yield (
             f"`train.batch_size` ({train.batch_size}) is no multiple of `micro_batch_size` ({train.micro_batch_size})",
             "lower micro_batch_size, or raise batch_size to a multiple of it",
         )
     if adapt.mode == "custom" and not adapt.targets:
-        refuse("`adapt.mode: custom` needs `adapt.targets`", "for example targets: [self_attn.q_proj]")
+        yield "`adapt.mode: custom` needs `adapt.targets`", "for example targets: [self_attn.q_proj]"
     if adapt.targets and adapt.mode != "custom":
-        refuse("`adapt.targets` only counts with `adapt.mode: custom`", "set the mode or drop the targets")
+        yield "`adapt.targets` only counts with `adapt.mode: custom`", "set the mode or drop the targets"
     if adapt.freeze and adapt.mode != "full":
-        refuse(
+        yield (
             "`adapt.freeze` only counts with `adapt.mode: full`; a LoRA freezes the whole base",
             "drop it, or use adapt.mode: full",
         )
     if adapt.init is not None and adapt.mode == "full":
-        refuse(
+        yield (
             "`adapt.init` starts a LoRA, and `adapt.mode: full` has none",
             "to train on from a full training, --set model.source=RUN/model; from an adapter, merge it first: "
             "myna merge ADAPTER --out MODEL",
         )
     if adapt.train_modules and adapt.mode == "full":
-        refuse("`adapt.train_modules` says nothing with `adapt.mode: full`, which trains everything", "drop it")
+        yield "`adapt.train_modules` says nothing with `adapt.mode: full`, which trains everything", "drop it"
     base = recipe.model.quantization
     if base != "none" and adapt.mode == "full":
-        refuse(
+        yield (
             f"`model.quantization: {base}` keeps frozen weights in fewer bits, and `adapt.mode: full` trains them",
             "--set model.quantization=none, or train a LoRA: --set adapt.mode=comprehensive",
         )
     if base != "none" and adapt.dora:
-        refuse(
+        yield (
             f"`adapt.dora` reads the weights as they are, and `model.quantization: {base}` keeps them in fewer bits",
             "--set adapt.dora=false, or --set model.quantization=none",
         )
     if train.early_stopping_patience and data.evaluation is None:
-        refuse("`train.early_stopping_patience` has nothing to go by", "set data.evaluation to a prepared folder")
+        yield "`train.early_stopping_patience` has nothing to go by", "set data.evaluation to a prepared folder"
     ends = [stage.until for stage in train.stages]
     if any(end <= 1 for end in ends) and any(end > 1 for end in ends):
-        refuse(
+        yield (
             f"`train.stages` mixes shares of the run (`until` up to 1) with steps: {', '.join(f'{e:g}' for e in ends)}",
             "give every stage's `until` as a share, such as 0.25, or every one as a step, such as 250",
         )
     if any(end > 1 and end != int(end) for end in ends):
-        refuse(
+        yield (
             f"`train.stages` ends at a step that is no whole number: {', '.join(f'{e:g}' for e in ends)}",
             "write `until` as a step, such as 250, or as a share of the run up to 1",
         )
     if list(train.stages) != sorted(train.stages, key=lambda stage: stage.until):
-        refuse("`train.stages` are not in order", "sort them by `until`")
+        yield "`train.stages` are not in order", "sort them by `until`"
     weights = [(part.text_weight, part.audio_weight) for part in train.stages] + [(loss.text_weight, loss.audio_weight)]
     if any(text == audio == 0 for text, audio in weights):
-        refuse("text and audio weights are both 0: nothing would be learned", "raise one of them")
+        yield "text and audio weights are both 0: nothing would be learned", "raise one of them"
     if not isinstance(loss.codebook_weights, str) and sum(loss.codebook_weights) == 0:
-        refuse("`loss.codebook_weights` are all zero", "give at least one codebook a weight, or write uniform")
+        yield "`loss.codebook_weights` are all zero", "give at least one codebook a weight, or write uniform"
     for name, (low, high) in (("seconds", data.seconds), ("reference_seconds", data.reference_seconds)):
         if low > high:
-            refuse(f"`data.{name}` runs from {low} to {high}", "write the shorter one first")
+            yield f"`data.{name}` runs from {low} to {high}", "write the shorter one first"
     if data.require_reference and data.reference == "none":
-        refuse("`data.require_reference` contradicts `data.reference: none`", "drop one of the two")
+        yield "`data.require_reference` contradicts `data.reference: none`", "drop one of the two"
     if data.evaluation is not None and data.evaluation.resolve() == data.train.resolve():
-        refuse("`data.evaluation` is the training data", "prepare a folder of other utterances")
-    _check_speech_eval(recipe, refuse)
-
-
-def _check_speech_eval(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
-    speech_eval, data = recipe.speech_eval, recipe.data
+        yield "`data.evaluation` is the training data", "prepare a folder of other utterances"
+    speech_eval = recipe.speech_eval
     if speech_eval.asr is None:
         # `asr: null` in a recipe switches the evaluation off; its other settings may stay.
         for key in sorted(speech_eval.model_fields_set) if "asr" not in speech_eval.model_fields_set else ():
-            refuse(f"`speech_eval.{key}` does nothing without `speech_eval.asr`", "--set speech_eval.asr=base")
+            yield f"`speech_eval.{key}` does nothing without `speech_eval.asr`", "--set speech_eval.asr=base"
         return
     if speech_eval.sentences is None and speech_eval.data is None and data.evaluation is None:
-        refuse(
+        yield (
             "`speech_eval.asr` is named, but there are no sentences to speak",
             "--set data.evaluation=data/HELD_OUT, or --set speech_eval.sentences=FILE with one sentence a line",
         )
     on_training_data = speech_eval.data is not None and speech_eval.data.resolve() == data.train.resolve()
     if speech_eval.sentences is None and on_training_data:
-        refuse(
+        yield (
             "`speech_eval.data` is the training data",
             "prepare a folder of other utterances, or set speech_eval.sentences",
         )
     if recipe.train.early_stopping_patience:
-        refuse(
+        yield (
             "`train.early_stopping_patience` goes by the loss, and `speech_eval.asr` has the run go by its speech",
             "--set train.early_stopping_patience=null --set speech_eval.patience=3",
         )

@@ -262,6 +262,11 @@ def is_file(path: Path) -> bool:
         return False
 
 
+def absolute_folder(source: str) -> str:
+    """Return the absolute path of a folder, for another working directory; any other name as it is."""
+    return str(Path(source).absolute()) if Path(source).is_dir() else source
+
+
 def sniff_suffix(data: bytes) -> str:
     """Return the suffix of encoded audio by its first bytes; `.bin` if unknown."""
     head = data[:64]

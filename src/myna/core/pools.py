@@ -14,10 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from myna.core.errors import ConfigError, DataError, MynaError
+from myna.core.errors import ConfigError, DataError, MynaError, import_optional
 
 MAX_ATTEMPTS = 3
 """Attempts at an item whose process dies each time."""
@@ -35,27 +34,6 @@ _worker: Any = None
 """Worker of this process, if it belongs to a pool."""
 
 
-class Pool(Protocol[W]):
-    """Workers, each made once when it is first needed. Leaving the context ends them."""
-
-    def __enter__(self) -> Pool[W]: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    @property
-    def uses_gpus(self) -> bool:
-        """Whether each worker has a GPU to itself."""
-
-    def map(
-        self, function: Callable[[W, T], R], items: Iterable[T], *, describe: Callable[[T], str] = str
-    ) -> Iterator[tuple[T, R]]:
-        """Yield each item with the result of `function(worker, item)` as soon as it is done. Errors of workers are
-        raised here."""
-
-    def call_each(self, function: Callable[[W], R]) -> list[R]:
-        """Return the results of `function(worker)` for at least one worker of each machine."""
-
-
 def open_pool(make_worker: Callable[[], W], workers: int | None, ray: str | None, device: str = "cpu") -> Pool[W]:
     """Open a pool of `workers` processes here, or of at most as many actors of the Ray cluster at the address `ray`.
 
@@ -64,16 +42,12 @@ def open_pool(make_worker: Callable[[], W], workers: int | None, ray: str | None
     return ProcessPool(make_worker, workers or 1) if ray is None else RayPool(make_worker, ray, workers, device)
 
 
-def absolute_folder(source: str) -> str:
-    """Return the absolute path of a folder, for workers with another working directory; any other name as it is."""
-    return str(Path(source).absolute()) if Path(source).is_dir() else source
-
-
 class ProcessPool(Generic[W]):
     """Pool of processes of this machine; a single worker works in this process. Processes that die are replaced, and
     their items are done again."""
 
     uses_gpus = False
+    """Whether each worker has a GPU to itself."""
 
     def __init__(self, make_worker: Callable[[], W], workers: int) -> None:
         self._make_worker, self._workers = make_worker, workers
@@ -84,6 +58,7 @@ class ProcessPool(Generic[W]):
         return self
 
     def __exit__(self, *error: object) -> None:
+        """End the workers."""
         if self._pool is None:
             return
         if not any(error):
@@ -94,13 +69,16 @@ class ProcessPool(Generic[W]):
         self._pool.shutdown(cancel_futures=True)
 
     def call_each(self, function: Callable[[W], R]) -> list[R]:
-        """Call one worker: processes of one machine are alike."""
+        """Return the results of `function(worker)` for at least one worker of each machine: here one, since processes
+        of one machine are alike."""
         [(_, result)] = self.map(_call_without_item, [function])
         return [result]
 
     def map(
         self, function: Callable[[W, T], R], items: Iterable[T], *, describe: Callable[[T], str] = str
     ) -> Iterator[tuple[T, R]]:
+        """Yield each item with the result of `function(worker, item)` as soon as it is done. Errors of workers are
+        raised here."""
         if self._workers == 1:
             self._local = self._local or self._make_worker()
             for item in items:
@@ -289,14 +267,14 @@ class RayPool(Generic[W]):
             ) from error
 
 
+Pool = ProcessPool[W] | RayPool[W]
+
+
 def connect_cluster(address: str, **options: Any) -> Any:
     """Join the Ray cluster at an address and return the `ray` module. The address is HEAD:PORT, `auto` for the cluster
     that this machine belongs to, or `local` for one that is started here and ends with this process."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(f"ray cannot be imported: {error}", hint='pip install "myna[cluster]"') from error
+    ray = import_optional("ray", 'pip install "myna[cluster]"')
     if not ray.is_initialized():
         if address == "local":
             options["include_dashboard"] = False

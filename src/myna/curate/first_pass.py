@@ -25,8 +25,7 @@ import soundfile
 from myna.audio.files import LISTENING_RATE, Samples
 from myna.audio.signal_measures import noise_floor_db, speech_level_db
 from myna.core.device import memory_limit, pick_device, release_free_memory
-from myna.core.io import atomic_write, curation_models_folder, fsync
-from myna.core.pools import absolute_folder
+from myna.core.io import absolute_folder, atomic_write, curation_models_folder, fsync
 from myna.curate import cutting, recordings
 from myna.curate.cutting import CutClip, RecognisedWord, SpanMs, Stretch
 from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, DecodedRecording, Pcm, as_samples
