@@ -26,7 +26,7 @@ from myna.data.conversation import Conversation, Turn
 from myna.data.loader import Shard
 from myna.models import open_family
 from myna.models.base import Batch
-from myna.train.distributed import ProcessInfo, check_same_weights, gather_full_tensors, init_accelerator, shutdown
+from myna.train.distributed import ProcessInfo, gather_full_tensors, init_accelerator
 from myna.train.loop import make_loader
 from myna.train.loss import term_weights
 from myna.train.precision import choose_precision
@@ -68,7 +68,7 @@ def learn_from_text(folder: Path) -> Trainer:
     place = ProcessInfo.from_environment()
     passes = [*first_rows(trainer, 1), text][place.rank :: place.world_size]
     trainer.train_step(passes, term_weights(trainer.family.loss_terms, trainer.recipe.loss), learning_rate=1e-3)
-    check_same_weights(trainer)
+    trainer.check_same_weights()
     if place.is_main:
         weights = {name: weight.detach() for name, weight in trainer.trainable_parameters.items()}
         save_file(weights, folder / f"text-{place.world_size}.safetensors")
@@ -82,13 +82,13 @@ def bf16_loss(folder: Path) -> float:
     weights = term_weights(trainer.family.loss_terms, trainer.recipe.loss)
     tally, _ = trainer.train_step(first_rows(trainer, 2)[place.rank :: place.world_size], weights, learning_rate=1e-3)
     assert all(weight.dtype == torch.float32 for weight in trainer.trainable_parameters.values())
-    shutdown(trainer)  # or a thread of gloo may be alive when the process ends, which then aborts
+    trainer.shutdown()  # or a thread of gloo may be alive when the process ends, which then aborts
     return float(tally.metrics(trainer.family.loss_terms, weights)["loss"])
 
 
 def complaint(trainer: Trainer) -> str:
     try:
-        check_same_weights(trainer)
+        trainer.check_same_weights()
     except TrainingError as error:
         return error.what
     return ""
@@ -109,7 +109,7 @@ def look_at_ddp(folder: Path) -> dict[str, Any]:
     trainer.objective = ddp
     reference = weakref.ref(ddp)
     del ddp
-    shutdown(trainer)
+    trainer.shutdown()
     return seen | {"let go": reference() is None}
 
 
@@ -127,7 +127,7 @@ def look_at_fsdp(folder: Path) -> dict[str, Any]:
         "share": sum(weight.to_local().numel() for weight in weights) / sum(weight.numel() for weight in weights),
         "whole": all(whole[name].shape == weight.shape for name, weight in trainer.trainable_parameters.items()),
     }
-    shutdown(trainer)
+    trainer.shutdown()
     return seen
 
 

@@ -40,7 +40,8 @@ class FakeTrainer:
         self.accelerator = SimpleNamespace(
             device=torch.device("cpu"), is_main_process=True, num_processes=1, autocast=nullcontext
         )
-        self.ema_weights, self.inference_model = nullcontext, lambda: self.objective
+        self.ema_weights, self.full_model = nullcontext, lambda **_: self.objective
+        self.run_on_main: Any = lambda work: work()
 
 
 @pytest.mark.parametrize("error", [DataError("no such line", hint="look"), OSError(28, "no space left")])

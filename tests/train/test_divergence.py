@@ -19,7 +19,7 @@ def losses(mean: float, counts: tuple[float, ...] = (3.0, 10.0, 10.0)) -> LossAc
     """Make losses with this mean for every term."""
     result = LossAccumulator.zeros(len(counts))
     result.counts = torch.tensor(counts, dtype=torch.float64)
-    result.sums.copy_(mean * result.counts)
+    result.totals.sums.copy_(mean * result.counts)
     return result
 
 

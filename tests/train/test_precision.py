@@ -46,7 +46,7 @@ def test_auto_follows_the_device(
     scaler: bool,
 ) -> None:
     precision = choose_precision("auto", device, capability, probe)
-    assert (precision.name, precision.uses_grad_scaler) == (name, scaler)
+    assert (precision.name, precision.mixed_precision == "fp16") == (name, scaler)
     assert str(precision).startswith(f"{name}: ")
 
 
@@ -64,7 +64,6 @@ def test_trainable_weights_are_fp32_unless_all_is_fp16(name: PrecisionName) -> N
     assert precision.compute_dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}.get(name, torch.float16)
     assert precision.trainable_dtype == (torch.float16 if pure else torch.float32)
     assert precision.mixed_precision == (name if name in ("bf16", "fp16") else "no")
-    assert precision.uses_grad_scaler == (name == "fp16")
     assert precision.may_overflow == (name in ("fp16", "pure-fp16"))
     assert ("WARNING" in str(precision)) == pure
 

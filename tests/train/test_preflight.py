@@ -36,8 +36,7 @@ from myna.train.loop import make_loader, run_training
 from myna.train.loss import term_weights
 from myna.train.memory_plan import largest_batch, plan_memory
 from myna.train.precision import choose_precision
-from myna.train.preflight import run_preflight
-from myna.train.preflight_data import CheckContext
+from myna.train.preflight import CheckContext, run_preflight
 from myna.train.trainer import Trainer
 from tests.tone_corpus import SAMPLE_RATE, SPEAKER_PITCHES, tone_speech, write_recordings
 
@@ -304,10 +303,10 @@ def test_one_codebook_may_waver(flight: Make) -> None:
     look = CheckContext(it.trainer, it.loader, None, it.memory, it.folder, print, Shard())
     losses = preflight.measure_initial_loss(look)
     preflight.check_label_alignment(losses, look)
-    losses.by_offset[1].sums[5] = losses.by_offset[2].sums[5] * 1.01
+    losses.by_offset[1].totals.sums[5] = losses.by_offset[2].totals.sums[5] * 1.01
     preflight.check_label_alignment(losses, look)
     for k in range(1, 5):
-        losses.by_offset[1].sums[k] = losses.by_offset[2].sums[k] * 1.01
+        losses.by_offset[1].totals.sums[k] = losses.by_offset[2].totals.sums[k] * 1.01
     with pytest.raises(TrainingError, match="misplaced"):
         preflight.check_label_alignment(losses, look)
 
@@ -318,10 +317,10 @@ def test_a_base_that_knows_one_codebook_may_learn_the_others(flight: Make) -> No
     losses = preflight.measure_initial_loss(look)
     guesses = torch.tensor(losses.chance) * losses.by_offset[1].counts
     for k in losses.decisive[1:]:
-        losses.by_offset[1].sums[k] = 1.5 * guesses[k]
+        losses.by_offset[1].totals.sums[k] = 1.5 * guesses[k]
     assert losses.mean(1) > losses.mean_chance
     preflight.check_better_than_chance(losses, look)
-    losses.by_offset[1].sums[losses.decisive[0]] = guesses[losses.decisive[0]]
+    losses.by_offset[1].totals.sums[losses.decisive[0]] = guesses[losses.decisive[0]]
     with pytest.raises(TrainingError, match="no better than chance"):
         preflight.check_better_than_chance(losses, look)
 
@@ -575,7 +574,7 @@ def as_rank(workspace: Path, out: Path) -> None:
         untouched = same(before, it.state())
         passes = next(it.loader.steps(2, 1, Shard(torch.distributed.get_rank(), 2)))
         tally, _ = it.trainer.train_step(passes, term_weights(it.trainer.family.loss_terms, it.recipe.loss), 1e-3)
-        told[mode] = {"untouched": untouched, "loss": tally.sums.tolist(), "before": it.said[3]}
+        told[mode] = {"untouched": untouched, "loss": tally.totals.sums.tolist(), "before": it.said[3]}
     try:
         PreflightArguments(recipe(workspace), out, MuteOnOne).take()
     except TrainingError as error:

@@ -59,7 +59,7 @@ def gradients(
     torch.manual_seed(5)
     trainer.backward(passes, term_weights(family.loss_terms, recipe.loss), tally)
     found: dict[str, Any] = {name: parameter.grad for name, parameter in trainer.trainable_parameters.items()}
-    return found | {"losses": tally.sums}, runs
+    return found | {"losses": tally.totals.sums}, runs
 
 
 @pytest.mark.parametrize(

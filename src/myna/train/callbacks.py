@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from myna.core.errors import MynaError, TrainingError
+from myna.core.errors import TrainingError
 from myna.train.checkpoint import get_rng_states, set_rng_states
 from myna.train.trainer import Trainer
 
@@ -65,25 +64,22 @@ def run_callback(trainer: Trainer, callback: EvaluationCallback | None, step: in
     accelerator = trainer.accelerator
     trainer.objective.eval()
     with preserve_rng_state(accelerator.device), trainer.ema_weights():
-        model = trainer.inference_model()
-        scores, failure = SpeechScores({}, is_best=False), None
-        if accelerator.is_main_process:
+        model, scores = trainer.full_model(runnable=True), SpeechScores({}, is_best=False)
+
+        def evaluate() -> tuple[bool, bool]:
+            nonlocal scores
             assert callback is not None and model is not None, "rank 0 has both"
             try:
                 scores = callback.run(step, model, accelerator.autocast)
-            except MynaError as error:
-                failure = error
             except OSError as error:
-                failure = TrainingError(
+                raise TrainingError(
                     f"the speech evaluation of step {step} cannot be kept: {error}",
                     hint="make room there, then go on from the last checkpoint: myna train --resume RUN",
-                )
-    if accelerator.num_processes > 1:
-        is_best, is_highest, failure = broadcast_object_list([(scores.is_best, scores.is_highest, failure)])[0]
-        scores = scores._replace(is_best=is_best, is_highest=is_highest)
-    if failure is not None:
-        raise failure
-    return scores
+                ) from error
+            return scores.is_best, scores.is_highest
+
+        is_best, is_highest = trainer.run_on_main(evaluate)
+    return scores._replace(is_best=is_best, is_highest=is_highest)
 
 
 @contextmanager

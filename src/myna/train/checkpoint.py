@@ -33,7 +33,7 @@ from myna.models.base import Batch, RenderedSequence
 from myna.models.files import WeightsMetadata, absolute_source, format_names, save_metadata
 from myna.models.lora import adapter_state_dict, save_adapter, weights_hash
 from myna.models.quantized import quantized_linears
-from myna.train.distributed import full_tensor, gather_full_tensors, local_shard, shard_like
+from myna.train.distributed import full_tensor, gather_full_tensors, is_finite, shard_like
 from myna.train.loss import DivergenceMonitor
 from myna.train.trainer import Trainer
 
@@ -139,19 +139,12 @@ class CheckpointManager:
 
     def _check_finite(self, step: int) -> None:
         """Raise an error for weights that are not finite. In fp16 an update may overflow before a gradient does."""
-        weights = self.trainer.trainable_parameters.items()
-        broken = [name for name, weight in weights if not torch.isfinite(local_shard(weight)).all()]
+        broken = [name for name, weight in self.trainer.trainable_parameters.items() if not is_finite(weight)]
         if self.trainer.reduce(torch.tensor([float(len(broken))])).item():
-            steps = run_folder.checkpoint_steps(self.run)
-            raise TrainingError(
-                f"after step {step} weights are not finite: {format_names(broken)}",
-                hint="start a run of its own with a lower train.learning_rate"
-                + (
-                    f"; the last checkpoint before is {run_folder.checkpoint_folder(self.run, steps[-1])}"
-                    if steps
-                    else ""
-                ),
-            )
+            hint = "start a run of its own with a lower train.learning_rate"
+            if steps := run_folder.checkpoint_steps(self.run):
+                hint += f"; the last checkpoint before is {run_folder.checkpoint_folder(self.run, steps[-1])}"
+            raise TrainingError(f"after step {step} weights are not finite: {format_names(broken)}", hint=hint)
 
     def _save_weights(self, model: nn.Module, folder: Path) -> None:
         if self.trainer.recipe.adapt.mode == "full":
@@ -286,23 +279,23 @@ class CheckpointManager:
 
     def _write_on_main(self, name: str, write: Callable[[nn.Module], None]) -> None:
         """Write the weights for inference on rank 0 while the other ranks wait. An error stops all of them."""
-        failure: Exception | None = None
         with self.trainer.ema_weights():
             model = self.trainer.full_model()
-            if model is not None:
+
+            def write_or_explain() -> None:
+                assert model is not None, "rank 0 has it"
                 try:
                     write(model)
                 except (OSError, SafetensorError, MynaError) as error:
-                    failure = error
-            if self.trainer.reduce(torch.tensor([float(failure is not None)])).item() == 0:
-                return
-        steps = run_folder.checkpoint_steps(self.run)
-        last = f"step {steps[-1]}" if steps else "the first step"
-        cause = failure.what if isinstance(failure, MynaError) else failure or "see what rank 0 says"
-        raise TrainingError(
-            f"{name} could not be written to {self.run.folder}: {cause}",
-            hint=f"make room there, then go on from {last}: myna train --resume {self.run.folder}",
-        ) from failure
+                    steps = run_folder.checkpoint_steps(self.run)
+                    last = f"step {steps[-1]}" if steps else "the first step"
+                    cause = error.what if isinstance(error, MynaError) else error
+                    raise TrainingError(
+                        f"{name} could not be written to {self.run.folder}: {cause}",
+                        hint=f"make room there, then go on from {last}: myna train --resume {self.run.folder}",
+                    ) from error
+
+            self.trainer.run_on_main(write_or_explain)
 
 
 def describe_inputs(

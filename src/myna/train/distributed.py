@@ -5,7 +5,6 @@ A LoRA is trained with DDP; full training shards the weights with FSDP2.
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -29,9 +28,6 @@ from myna.core.config import Recipe
 from myna.core.device import pick_device
 from myna.core.errors import ConfigError, TrainingError
 from myna.train.precision import Precision
-
-if TYPE_CHECKING:
-    from myna.train.trainer import Trainer
 
 Item = TypeVar("Item")
 
@@ -165,11 +161,6 @@ def init_accelerator(
 # Sharded weights
 
 
-def is_sharded(recipe: Recipe, accelerator: Accelerator) -> bool:
-    """Whether weights are sharded: in full training on several processes. A LoRA is too small for it."""
-    return recipe.adapt.mode == "full" and accelerator.num_processes > 1
-
-
 def shard_model(
     objective: nn.Module, layers: Sequence[nn.Module], precision: Precision, accelerator: Accelerator
 ) -> None:
@@ -201,6 +192,11 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers of a tensor, or of this rank's shard of it, are finite."""
+    return bool(torch.isfinite(local_shard(tensor)).all())
+
+
 def gather_full_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
     """Gather full tensors in host memory one by one, on the ranks that keep them. Every rank must call it."""
     gathered = {}
@@ -230,29 +226,3 @@ def synchronize(items: Iterable[Item], accelerator: Accelerator) -> Iterator[tup
             filler = broadcast_object_list([item], from_process=has_item.index(1))[0]
         assert filler is not None
         yield (filler, False) if item is None else (item, True)
-
-
-def check_same_weights(trainer: Trainer) -> None:
-    """Check that all ranks hold the same weights, which detects a bypassed DDP wrapper. Shards differ by design."""
-    if trainer.accelerator.num_processes == 1 or trainer.sharded:
-        return
-    weights = (parameter.detach().double() for parameter in trainer.trainable_parameters.values())
-    sums = torch.stack([moment for weight in weights for moment in (weight.sum(), weight.square().sum())])
-    all_sums = trainer.accelerator.gather(sums[None])
-    differing = (all_sums != all_sums[0]).any(dim=1).nonzero().flatten().tolist()
-    if differing:
-        raise TrainingError(
-            f"the weights of rank {differing[0]} have parted from rank 0's",
-            hint="report this: gradients were not shared",
-        )
-
-
-def shutdown(trainer: Trainer) -> None:
-    """End the training. DDP is freed before the process group: as the last owner of the connections it would close them
-    while holding the GIL, which one of gloo's threads may be waiting for."""
-    accelerator = trainer.accelerator
-    if accelerator.num_processes > 1:
-        trainer.objective = accelerator.unwrap_model(trainer.objective)
-        accelerator.free_memory()
-        gc.collect()
-    accelerator.end_training()

@@ -29,7 +29,7 @@ from myna.models.base import Batch, Family, RenderedSequence
 from myna.models.quantized import check_quantization
 from myna.train.callbacks import EvaluationCallback, SpeechScores, log_samples, run_callback
 from myna.train.checkpoint import CheckpointManager, TrainingProgress
-from myna.train.distributed import ProcessInfo, check_same_weights, init_accelerator, shutdown
+from myna.train.distributed import ProcessInfo, init_accelerator
 from myna.train.loss import SAFE_LEARNING_RATE, stage_weights, term_weights
 from myna.train.memory_plan import check_weights_fit, largest_batch, peak_memory, plan_memory
 from myna.train.optimizer import learning_rate
@@ -191,7 +191,7 @@ def run_training(
         )
         if dry_run:
             log(f"dry run: everything is ready for {steps} steps, and nothing was trained or written")
-            shutdown(trainer)
+            trainer.shutdown()
             return
         if accelerator.is_main_process and resume:
             run.save_length()
@@ -231,7 +231,7 @@ def run_training(
 
                 stopping = trainer.reduce(torch.tensor([float(stop.requested)])).item() > 0
                 if evaluation is not None and (step % evaluate_every == 0 or step == steps):
-                    check_same_weights(trainer)
+                    trainer.check_same_weights()
                     held_out = evaluation.evaluation_batches(settings.micro_batch_size, shard)
                     losses = trainer.evaluate(held_out, final_weights)
                     if progress.base_loss is not None:
@@ -242,7 +242,7 @@ def run_training(
                     if speech_every is None:
                         progress = _update_progress(progress, losses["loss"])
                 if speech_every is not None and (step % speech_every == 0 or step == steps):
-                    check_same_weights(trainer)
+                    trainer.check_same_weights()
                     scores = run_callback(trainer, callback, step)
                     logger.speech_scores(step, scores)
                     progress = _update_speech_progress(progress, scores)
@@ -250,7 +250,7 @@ def run_training(
                 if early_stop:
                     log(f"no better evaluation since step {progress.best_step}: stopping early")
                 if step % save_every == 0 or step == progress.best_step or step == steps or stopping or early_stop:
-                    check_same_weights(trainer)
+                    trainer.check_same_weights()
                     checkpoints.save(progress)
 
         # Result.
@@ -263,7 +263,7 @@ def run_training(
                 _log_gain(progress, "the untuned model" if recipe.adapt.init is None else recipe.adapt.init, log)
             for line in callback.summarize() if callback is not None else ():
                 log(line)
-        shutdown(trainer)
+        trainer.shutdown()
 
 
 def make_loader(recipe: Recipe, family: Family, folder: Path, *, pin: bool = False) -> Loader[RenderedSequence, Batch]:

@@ -60,37 +60,27 @@ class LossAccumulator:
     micro-batch, and then the device for the host.
     """
 
-    def __init__(self, sums: torch.Tensor, correct: torch.Tensor, stops: torch.Tensor, counts: torch.Tensor) -> None:
+    def __init__(self, totals: LossSums, counts: torch.Tensor) -> None:
         self.counts = counts
-        self._totals = (sums, correct, stops)
+        self._totals = totals
         self._pending: list[LossSums] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled between ranks without tensors on a device.
-        return LossAccumulator, (*self._fetch(), self.counts)
+        return LossAccumulator, (self.totals, self.counts)
 
     @classmethod
     def zeros(cls, terms: int) -> Self:
-        return cls(*(torch.zeros(n, dtype=torch.float64) for n in (terms, terms, 2, terms)))
-
-    @property
-    def sums(self) -> torch.Tensor:
-        return self._fetch()[0]
-
-    @property
-    def correct(self) -> torch.Tensor:
-        return self._fetch()[1]
-
-    @property
-    def stops(self) -> torch.Tensor:
-        return self._fetch()[2]
+        *totals, counts = (torch.zeros(n, dtype=torch.float64) for n in (terms, terms, 2, terms))
+        return cls(LossSums(*totals), counts)
 
     def add(self, result: LossSums) -> None:
         """Add the result of one micro-batch. Its `counts` are known before, and are added separately."""
         self._pending.append(LossSums(*(part.detach() for part in result)))
 
-    def _fetch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the totals, with all pending results added in one transfer. Counts are small enough for fp32."""
+    @property
+    def totals(self) -> LossSums:
+        """Totals with all pending results, which are fetched in one transfer. Counts are small enough for fp32."""
         if self._pending:
             batches = torch.stack([torch.cat([part.float() for part in result]) for result in self._pending])
             self._pending.clear()
@@ -98,23 +88,22 @@ class LossAccumulator:
                 total += part
         return self._totals
 
-    def _split(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return flat.split([len(total) for total in self._totals])  # type: ignore[no-untyped-call, no-any-return]
+    def _split(self, flat: torch.Tensor) -> LossSums:
+        return LossSums(*flat.split([len(total) for total in self._totals]))  # type: ignore[no-untyped-call]
 
     def reduced(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> "LossAccumulator":
         """Return totals over all processes, in one reduction; `counts` must already be those of all processes."""
-        sums, correct, stops = self._split(reduce(torch.cat(self._fetch())))
-        return LossAccumulator(sums, correct, stops, self.counts)
+        return LossAccumulator(self._split(reduce(torch.cat(self.totals))), self.counts)
 
     def metrics(self, names: Sequence[str], weights: torch.Tensor) -> dict[str, Any]:
         """Return losses and accuracies as they are written to metrics.jsonl."""
-        losses = zip(names, term_means(self.sums, self.counts), strict=True)
-        correct, targets = float(self.correct.sum()), float(self.counts.sum())
-        stops, ends = self.stops.tolist()
+        totals, targets = self.totals, float(self.counts.sum())
+        losses = zip(names, term_means(totals.sums, self.counts), strict=True)
+        stops, ends = totals.stops.tolist()
         return {
-            "loss": float(weighted_loss(self.sums, self.counts, weights)),
+            "loss": float(weighted_loss(totals.sums, self.counts, weights)),
             **{name: loss for name, loss in losses if loss is not None},
-            "accuracy": correct / targets if targets else None,
+            "accuracy": float(totals.correct.sum()) / targets if targets else None,
             "stop_accuracy": stops / ends if ends else None,
         }
 
@@ -156,7 +145,7 @@ class DivergenceMonitor:
         self, step: int, losses: LossAccumulator, norm: float, chance: tuple[float, ...], weights: torch.Tensor
     ) -> None:
         """Update the monitor with one step; `chance` is the loss of a uniform guess for each term."""
-        sums, counts, weights = (part[: len(chance)] for part in (losses.sums, losses.counts, weights))
+        sums, counts, weights = (part[: len(chance)] for part in (losses.totals.sums, losses.counts, weights))
         uniform = torch.tensor(chance, dtype=torch.float64) * counts
         loss, guess = (float(weighted_loss(part, counts, weights)) for part in (sums, uniform))
         if self.weighted_terms != (weighted := (weights > 0).tolist()):

@@ -42,6 +42,8 @@ be unused, which on a small share of a GPU is more than the reserve."""
 
 
 class LargestBatch(NamedTuple):
+    """The largest micro-batch of a training."""
+
     sequences: tuple[RenderedSequence, ...]
     longest_sequence: int
     """Tokens of the longest sequence of the data, in this batch or not: no row can be shorter than it."""
@@ -75,8 +77,7 @@ class MemoryPlan:
     """Bytes that one process needs at its peak."""
 
     precision: str
-    sequences: tuple[RenderedSequence, ...]
-    longest_sequence: int
+    batch: LargestBatch
     tokens: int
     recomputed: int
     """Layers whose activations are recomputed in the backward pass."""
@@ -167,8 +168,7 @@ def plan_memory(
     recomputed = configured_recomputation(recipe, activations.layers)
     plan = MemoryPlan(
         precision=precision.name,
-        sequences=batch.sequences,
-        longest_sequence=batch.longest_sequence,
+        batch=batch,
         tokens=sum(map(len, batch.sequences)),
         recomputed=recomputed or 0,
         automatic=False,
@@ -200,8 +200,7 @@ def out_of_memory_error(plan: MemoryPlan, family: Family, recipe: Recipe, device
         half = choose_precision("auto", device)
         if plan.precision != "fp32" or half.name == "fp32":
             return None
-        batch = LargestBatch(plan.sequences, plan.longest_sequence)
-        return plan_memory(family, recipe, half, device, batch, plan.world_size)
+        return plan_memory(family, recipe, half, device, plan.batch, plan.world_size)
 
     # The failed plan was too low: the next one must be well below it.
     budget = USABLE_MEMORY_SHARE * min(plan.available, plan.total)
@@ -233,7 +232,7 @@ def lighter_plans(
     rows, row_tokens = settings.micro_batch_size, data.row_tokens
     fewer_rows = [_Saving({"train.micro_batch_size": rows // n}, n) for n in range(2, rows + 1) if rows % n == 0]
     # Shorter rows, and more of them, so that a step keeps its tokens.
-    halvings = int(math.log2(max(1, row_tokens / plan.longest_sequence))) if data.pack else 0
+    halvings = int(math.log2(max(1, row_tokens / plan.batch.longest_sequence))) if data.pack else 0
     shorter_rows = [
         _Saving({"data.row_tokens": row_tokens // n, "train.batch_size": settings.batch_size * n}, n)
         for n in (2**halving for halving in range(1, halvings + 1))

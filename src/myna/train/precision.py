@@ -36,18 +36,14 @@ class Precision:
         return torch.float16 if self.name == "pure-fp16" else torch.float32
 
     @property
-    def uses_grad_scaler(self) -> bool:
-        """Whether Accelerate's gradient scaler is used. It rejects fp16 gradients."""
-        return self.name == "fp16"
-
-    @property
     def may_overflow(self) -> bool:
         """Whether the loss is scaled, by the scaler or the optimizer, and a step that overflows is skipped."""
         return self.compute_dtype == torch.float16
 
     @property
     def mixed_precision(self) -> Literal["no", "bf16", "fp16"]:
-        """Accelerate's setting; `no` if all parameters have one type."""
+        """Accelerate's setting; `no` if all parameters have one type. With fp16 it has a gradient scaler, which rejects
+        fp16 gradients."""
         return self.name if self.name in ("bf16", "fp16") else "no"
 
     def __str__(self) -> str:
@@ -56,7 +52,7 @@ class Precision:
                 f"{self.name}: {self.reason}; WARNING: trainable weights fp16 too, small updates survive only through "
                 "the optimizer's compensation, which also scales the loss; prefer fp16 if it fits"
             )
-        scaler = "with" if self.uses_grad_scaler else "without"
+        scaler = "with" if self.mixed_precision == "fp16" else "without"
         return f"{self.name}: {self.reason}; trainable weights fp32, {scaler} gradient scaler"
 
 

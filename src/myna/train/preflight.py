@@ -6,29 +6,55 @@ rank, on its own targets, and change nothing: a run with them is bit for bit the
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
 from myna.core.config import Recipe
 from myna.core.device import is_out_of_memory
 from myna.core.errors import TrainingError
+from myna.data.codec import Codes
+from myna.data.dataset import Utterances
 from myna.data.loader import Loader, Shard
-from myna.models.base import Batch, RenderedSequence
+from myna.data.split import ComparedClip, find_overlap
+from myna.models.base import IGNORE_INDEX, Batch, LossSums, RenderedSequence
 from myna.models.files import format_names
+from myna.models.token_view import token_view
 from myna.train.callbacks import preserve_rng_state
-from myna.train.distributed import local_shard
+from myna.train.distributed import is_finite, local_shard
 from myna.train.loss import LossAccumulator, term_means, term_weights, weighted_loss
-from myna.train.memory_plan import MemoryPlan, format_bytes, out_of_memory_error, peak_memory
+from myna.train.memory_plan import MemoryPlan, evenly_spaced, format_bytes, out_of_memory_error, peak_memory
 from myna.train.optimizer import INITIAL_LOSS_SCALE, make_optimizer
-from myna.train.preflight_data import DATA_CHECKS, CheckContext, check_no_leakage, on_all_ranks
 from myna.train.trainer import Trainer
+
+MEASURED_SAMPLES = 32
+"""Samples per rank whose labels and loss are checked."""
+SHOWN_SAMPLES = 3
+"""Number of samples per rank that are shown token by token."""
+COMPARED_TARGETS = 512
+"""Number of targets per rank that are compared with their references."""
+SAME_AUDIO_SHARE = 0.9
+"""Share of equal codes from which two clips count as one recording."""
+MIN_SUPERVISED_SHARE, MAX_SUPERVISED_SHARE = 0.01, 0.99
+"""Limits of the share of positions with labels; a share outside means that the mask is wrong."""
+ROUNDING_TOLERANCE = 1e-6
+"""Relative change of a loss sum that is only rounding. Unchanged sums are usually bit-exact."""
+LABEL_OFFSETS = (-1, 0, 1, 2)
+CHANCE_SHARE = 0.97
+"""Share of a uniform guess's loss from which a model counts as untrained."""
+MAX_INITIAL_ACCURACY = 0.98
+"""Share of targets that a model cannot get right before it was trained on them."""
+
+T = TypeVar("T")
 
 
 def run_preflight(
@@ -48,9 +74,15 @@ def run_preflight(
     shard = Shard() if trainer.sharded else Shard(accelerator.process_index, accelerator.num_processes)
     context = CheckContext(trainer, loader, evaluation, memory, folder, log, shard)
     with _preserve_training_state(trainer):
-        for check in (*DATA_CHECKS, check_trainable_parameters):
-            on_all_ranks(trainer, partial(check, context))
-        initial = InitialLoss.over_ranks(on_all_ranks(trainer, partial(measure_initial_loss, context)))
+        for check in (
+            write_samples,
+            check_evaluation_unseen,
+            check_references_differ,
+            check_labels_present,
+            check_trainable_parameters,
+        ):
+            trainer.on_all_ranks(partial(check, context))
+        initial = InitialLoss.over_ranks(trainer.on_all_ranks(partial(measure_initial_loss, context)))
         per_term = ", ".join(f"{name} {loss:.2f}" for name, loss in initial.per_term(1).items())
         log(f"before training: loss {initial.mean(1):.2f}, where chance is {initial.mean_chance:.2f} ({per_term})")
         check_loss_finite(initial, context)
@@ -62,21 +94,223 @@ def run_preflight(
             check_label_alignment(initial, context)
         else:
             log("model.check_pretrained is false: chance and the alignment of the labels are not checked")
-        on_all_ranks(trainer, partial(check_no_leakage, context))
+        trainer.on_all_ranks(partial(check_no_leakage, context))
         # Sharded ranks run the model together: none can wait for another that has run out of memory.
         fits = partial(check_largest_batch_fits, context)
-        peak = fits() if trainer.sharded else max(on_all_ranks(trainer, fits))
+        peak = fits() if trainer.sharded else max(trainer.on_all_ranks(fits))
     where = "" if accelerator.device.type == "cuda" else ", by the whole process"
     planned, measured = format_bytes(memory.total), format_bytes(peak)
     log(f"memory: {planned} planned, {measured} measured in two steps of the longest pass{where}")
     log(f"preflight passed in {time.perf_counter() - start:.1f} s")
 
 
-LABEL_OFFSETS = (-1, 0, 1, 2)
-CHANCE_SHARE = 0.97
-"""Share of a uniform guess's loss from which a model counts as untrained."""
-MAX_INITIAL_ACCURACY = 0.98
-"""Share of targets that a model cannot get right before it was trained on them."""
+@dataclass
+class CheckContext:
+    trainer: Trainer
+    loader: Loader[RenderedSequence, Batch]
+    evaluation: Loader[RenderedSequence, Batch] | None
+    memory: MemoryPlan
+    folder: Path | None
+    log: Callable[[str], None]
+    shard: Shard
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.trainer.recipe
+
+    @property
+    def targets(self) -> Utterances:
+        """Targets of this rank, or all of them if there are fewer targets than ranks."""
+        targets = self.loader.reference_sampler.targets
+        return targets[self.shard.rank :: self.shard.world_size] or targets
+
+    @cached_property
+    def samples(self) -> list[RenderedSequence]:
+        return [self.loader.sequence(target, 0) for target in evenly_spaced(self.targets, MEASURED_SAMPLES)]
+
+    def render_hint(self, id: str) -> str:
+        data, model = self.recipe.data.train, self.recipe.model.source
+        return f"look at what is learned: myna render {data} --model {model} --id {id}"
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, losses: LossAccumulator) -> None:
+        """Add the loss of a batch as in training, without dropout."""
+        accelerator = self.trainer.accelerator
+        objective = accelerator.unwrap_model(self.trainer.objective).eval()
+        with accelerator.autocast():
+            losses.add(objective(batch.to(accelerator.device)))
+        if self.trainer.sharded:
+            objective.reshard()
+
+
+# Data
+
+
+def write_samples(context: CheckContext) -> None:
+    """Write samples token by token to preflight.txt in the run folder."""
+    family = context.trainer.family
+    shown = evenly_spaced(context.targets, SHOWN_SAMPLES)
+    views = [token_view(context.loader.sequence(target, 0), family).plain for target in shown]
+    for view in views:
+        context.log(f"sample {view.splitlines()[0]}")
+    if context.trainer.accelerator.is_main_process and context.folder is not None:
+        context.folder.mkdir(parents=True, exist_ok=True)
+        (context.folder / "preflight.txt").write_text("\n".join(views), encoding="utf-8")
+
+
+def check_evaluation_unseen(context: CheckContext) -> None:
+    """Check that no evaluation clip is trained on, nor the same words of the same speaker."""
+    if context.evaluation is None:
+        return
+    train, held_out = context.loader, context.evaluation
+    trained = train.dataset.utterances if context.recipe.loss.supervise_references else train.reference_sampler.targets
+    targets = list(held_out.reference_sampler.targets)
+    key = held_out.dataset.key
+    leaked = find_overlap(trained, [ComparedClip(clip.id, clip.speaker, clip.text, key(clip)) for clip in targets])
+    if leaked:
+        same = Counter(leaked.values())
+        raise TrainingError(
+            f"{len(leaked)} of {len(targets)} evaluation utterances are trained on too ({same['audio']} with the same "
+            f"audio, {same['words']} with the same words of the same speaker): {format_names(list(leaked))}",
+            hint=f"take them out of one source and run `myna prepare` again for {held_out.dataset.folder} or "
+            f"{train.dataset.folder}",
+        )
+
+
+def check_references_differ(context: CheckContext) -> None:
+    """Check that no reference has the audio of its target, whatever the files are called."""
+    dataset, sampler = context.loader.dataset, context.loader.reference_sampler
+    copies = [
+        f"{target.id} and its reference {reference.id}"
+        for target in evenly_spaced(context.targets, COMPARED_TARGETS)
+        for reference in sampler.references(target, 0)
+        if _same_audio(dataset.codes(target), dataset.codes(reference))
+    ]
+    if copies:
+        raise TrainingError(
+            f"{len(copies)} targets have their own sound for a reference, and would learn to copy it: "
+            f"{format_names(copies)}",
+            hint=f"take one of each out of the source and run `myna prepare` again for {dataset.folder}",
+        )
+
+
+def check_labels_present(context: CheckContext) -> None:
+    """Check that every sample has labels, that the collator keeps them, and that they cover a plausible share."""
+    samples, family = context.samples, context.trainer.family
+    empty = [sample.id for sample in samples if not _label_count(sample)]
+    if empty:
+        raise TrainingError(
+            f"{len(empty)} of {len(samples)} samples have no label: all is masked in {format_names(empty)}",
+            hint=context.render_hint(empty[0]),
+        )
+    supervised = sum(len(_supervised_positions(sample)) for sample in samples) / sum(map(len, samples))
+    if not MIN_SUPERVISED_SHARE <= supervised <= MAX_SUPERVISED_SHARE:
+        extent = "hardly anything" if supervised < MIN_SUPERVISED_SHARE else "the prompt too"
+        raise TrainingError(
+            f"{supervised:.1%} of all positions are learned: {extent}. The mask of the labels is wrong",
+            hint=context.render_hint(samples[0].id),
+        )
+    for sample in samples:
+        collated = int(family.collate([sample]).counts.sum())
+        if collated != _label_count(sample):
+            raise TrainingError(
+                f"{sample.id} has {_label_count(sample)} labels, of which {collated} reach the batch",
+                hint="the family's `collate` loses them: python -m pytest tests/models",
+            )
+
+
+def check_no_leakage(context: CheckContext) -> None:
+    """Corrupt the second half of one sequence's targets, and check that only losses after it change."""
+    sequences, family = sorted(context.samples, key=len)[:3], context.trainer.family
+    index = (len(sequences) - 1) // 2
+    id, positions = sequences[index].id, _supervised_positions(sequences[index])
+    cut = int(positions[len(positions) // 2])
+    corrupted = [*sequences]
+    corrupted[index] = _corrupt(sequences[index], cut)
+
+    def changes(keep: Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.bool_]]) -> bool:
+        """Whether the corruption changes the loss of the labels kept, by sequence number and positions."""
+        sums = []
+        for version in (sequences, corrupted):
+            masked = [_mask_labels(sequence, partial(keep, number)) for number, sequence in enumerate(version)]
+            losses = LossAccumulator.zeros(len(family.loss_terms))
+            context.forward(family.collate(masked), losses)
+            sums.append(losses.totals.sums)
+        return not torch.allclose(sums[0], sums[1], rtol=ROUNDING_TOLERANCE, atol=0.0)
+
+    if changes(lambda number, at: (at < cut) & (number == index)):
+        raise TrainingError(
+            f"what {id} says from position {cut} on changes the loss before it: the model sees its own future",
+            hint="attention is not causal: python -m pytest tests/models",
+        )
+    if changes(lambda number, at: (at == cut) & (number == index)):
+        raise TrainingError(
+            f"the frame at position {cut} of {id} changes its own loss: it is given to read what it is to predict, and "
+            "would learn to copy",
+            hint="the labels are not shifted by one: python -m pytest tests/models",
+        )
+    if changes(lambda number, at: np.full(at.shape, number != index)):
+        others = [sequence.id for number, sequence in enumerate(sequences) if number != index]
+        raise TrainingError(
+            f"what {id} says changes the loss of {format_names(others)} in the same row: packed sequences see one "
+            "another",
+            hint="--set data.pack=false until the family's attention is mended",
+        )
+    if not changes(lambda number, at: (at > cut) & (number == index)) and cut < positions[-1]:
+        raise TrainingError(
+            f"what {id} says up to position {cut} makes no difference to what follows: codes do not reach the model",
+            hint="the family's `collate` loses them: python -m pytest tests/models",
+        )
+
+
+def _same_audio(first: Codes, second: Codes) -> bool:
+    shared = min(len(first), len(second))
+    return abs(len(first) - len(second)) <= 2 and float((first[:shared] == second[:shared]).mean()) >= SAME_AUDIO_SHARE
+
+
+def _audio_positions(sequence: RenderedSequence) -> npt.NDArray[np.int64]:
+    """Return the positions of the rows of `codes`."""
+    audio = (np.arange(span.start, span.stop) for span in sequence.spans if span.kind == "audio")
+    return np.concatenate([np.empty(0, np.int64), *audio])
+
+
+def _label_count(sequence: RenderedSequence) -> int:
+    return int((sequence.labels != IGNORE_INDEX).sum() + (sequence.code_labels != IGNORE_INDEX).sum())
+
+
+def _supervised_positions(sequence: RenderedSequence) -> npt.NDArray[np.int64]:
+    text = np.flatnonzero(sequence.labels != IGNORE_INDEX)
+    audio = _audio_positions(sequence)[(sequence.code_labels != IGNORE_INDEX).any(axis=1)]
+    return np.union1d(text, audio)
+
+
+def _mask_labels(
+    sequence: RenderedSequence, keep: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]]
+) -> RenderedSequence:
+    """Keep labels only at the positions that `keep` selects."""
+    text, audio = keep(np.arange(len(sequence))), keep(_audio_positions(sequence))
+    return replace(
+        sequence,
+        labels=np.where(text, sequence.labels, IGNORE_INDEX),
+        code_labels=np.where(audio[:, None], sequence.code_labels, IGNORE_INDEX),
+    )
+
+
+def _corrupt(sequence: RenderedSequence, cut: int) -> RenderedSequence:
+    """Replace codes and text from a position on by others of the same kinds; the labels stay."""
+    positions, audio, codes = np.arange(len(sequence)), _audio_positions(sequence), sequence.codes
+    is_text = np.ones(len(sequence), bool)
+    is_text[audio] = False
+    text_ids = np.unique(sequence.ids[is_text])
+    other_ids = text_ids[(np.searchsorted(text_ids, sequence.ids) + 1) % len(text_ids)]
+    return replace(
+        sequence,
+        ids=np.where(is_text & (positions >= cut), other_ids, sequence.ids),
+        codes=np.where((audio >= cut)[:, None], (codes + 1) % (codes.max(initial=0) + 1), codes),
+    )
+
+
+# Loss before training
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +324,13 @@ class InitialLoss:
 
     @classmethod
     def over_ranks(cls, ranks: "list[InitialLoss]") -> "InitialLoss":
-        def total(offset: int, part: str) -> torch.Tensor:
-            return torch.stack([getattr(loss.by_offset[offset], part) for loss in ranks]).sum(0)
+        def total(offset: int) -> LossAccumulator:
+            losses = [loss.by_offset[offset] for loss in ranks]
+            parts = zip(*((*loss.totals, loss.counts) for loss in losses), strict=True)
+            *totals, counts = (torch.stack(part).sum(0) for part in parts)
+            return LossAccumulator(LossSums(*totals), counts)
 
-        parts = ("sums", "correct", "stops", "counts")
-        by_offset = {offset: LossAccumulator(*(total(offset, part) for part in parts)) for offset in ranks[0].by_offset}
+        by_offset = {offset: total(offset) for offset in ranks[0].by_offset}
         return replace(ranks[0], by_offset=by_offset, sequences=sum(loss.sequences for loss in ranks))
 
     @property
@@ -104,7 +340,7 @@ class InitialLoss:
         return [k for k in present if self.loss_terms[k].startswith("code")] or present
 
     def per_term(self, offset: int) -> dict[str, float]:
-        means = term_means(self.by_offset[offset].sums, self.by_offset[offset].counts)
+        means = term_means(self.by_offset[offset].totals.sums, self.by_offset[offset].counts)
         return {name: mean for name, mean in zip(self.loss_terms, means, strict=True) if mean is not None}
 
     def mean(self, offset: int) -> float:
@@ -119,7 +355,7 @@ class InitialLoss:
     @property
     def accuracy(self) -> float:
         losses = self.by_offset[1]
-        return float(losses.correct[self.decisive].sum() / losses.counts[self.decisive].sum())
+        return float(losses.totals.correct[self.decisive].sum() / losses.counts[self.decisive].sum())
 
 
 def measure_initial_loss(context: CheckContext) -> InitialLoss:
@@ -136,7 +372,7 @@ def measure_initial_loss(context: CheckContext) -> InitialLoss:
 
 
 def check_loss_finite(loss: InitialLoss, context: CheckContext) -> None:
-    if torch.isfinite(loss.by_offset[1].sums).all():
+    if torch.isfinite(loss.by_offset[1].totals.sums).all():
         return
     infinite = [name for name, mean in loss.per_term(1).items() if not math.isfinite(mean)]
     precision = context.trainer.precision
@@ -149,7 +385,7 @@ def check_loss_finite(loss: InitialLoss, context: CheckContext) -> None:
 
 def check_stop_labels(loss: InitialLoss, context: CheckContext) -> None:
     """Check the ends of stream among the labels: a model learns to stop from them alone."""
-    ends = int(loss.by_offset[1].stops[1])
+    ends = int(loss.by_offset[1].totals.stops[1])
     if ends < loss.sequences and any(loss.loss_terms[k].startswith("code") for k in loss.decisive):
         raise TrainingError(
             f"{loss.sequences} samples have {ends} ends of stream among their labels: speech would not learn to stop",
@@ -219,7 +455,7 @@ def _micro_batches(samples: list[RenderedSequence], recipe: Recipe) -> Iterator[
     yield batch
 
 
-T = TypeVar("T")
+# Weights, gradients and memory
 
 
 def check_trainable_parameters(context: CheckContext) -> None:
@@ -246,7 +482,7 @@ def check_trainable_parameters(context: CheckContext) -> None:
 def check_largest_batch_fits(context: CheckContext) -> int:
     """Run the largest micro-batch through two optimizer steps, as in training; return the peak memory."""
     trainer, device = context.trainer, context.trainer.accelerator.device
-    batch = trainer.family.collate(context.memory.sequences)
+    batch = trainer.family.collate(context.memory.batch.sequences)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with _preserve_weights(trainer):
@@ -270,7 +506,7 @@ def run_two_steps(trainer: Trainer, batch: Batch) -> None:
     scale = INITIAL_LOSS_SCALE if trainer.precision.may_overflow else 1.0
 
     def overflows() -> bool:
-        return not all(parameter.grad is None or _is_finite(parameter.grad) for parameter in parameters)
+        return not all(is_finite(parameter.grad) for parameter in parameters if parameter.grad is not None)
 
     for _ in range(2):
         while True:
@@ -300,7 +536,7 @@ def check_gradients(trainer: Trainer) -> None:
             f"{len(missing)} of {len(gradients)} trainable weights get no gradient: {format_names(missing)}",
             hint="the loss does not reach them: take them out of adapt.train_modules, or add them to adapt.freeze",
         )
-    infinite = [name for name, gradient in gradients.items() if gradient is not None and not _is_finite(gradient)]
+    infinite = [name for name, gradient in gradients.items() if gradient is not None and not is_finite(gradient)]
     if infinite:
         raise TrainingError(
             f"{len(infinite)} of {len(gradients)} gradients are not finite: {format_names(infinite)}",
@@ -322,9 +558,8 @@ def _preserve_training_state(trainer: Trainer) -> Iterator[None]:
     modes = [(module, module.training) for module in trainer.objective.modules()]
     gradients = {name: parameter.grad for name, parameter in trainer.trainable_parameters.items()}
     with preserve_rng_state(device):
+        trainer.optimizer.zero_grad(set_to_none=True)
         try:
-            for parameter in trainer.trainable_parameters.values():
-                parameter.grad = None
             yield
         finally:
             for name, parameter in trainer.trainable_parameters.items():
@@ -352,8 +587,7 @@ def _preserve_weights(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     finally:
-        for parameter in trainer.trainable_parameters.values():
-            parameter.grad = None
+        trainer.optimizer.zero_grad(set_to_none=True)
         for weight, before in zip(weights, saved, strict=True):
             weight.copy_(before)
         for state, key, device in offloaded:
@@ -362,8 +596,4 @@ def _preserve_weights(trainer: Trainer) -> Iterator[None]:
 
 def _on_sharded_ranks(trainer: Trainer, check: Callable[[], T]) -> list[T]:
     """Run a part of a check: sharded ranks must stay together, others must not wait for one another."""
-    return on_all_ranks(trainer, check) if trainer.sharded else [check()]
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(local_shard(tensor)).all())
+    return trainer.on_all_ranks(check) if trainer.sharded else [check()]

@@ -1,28 +1,31 @@
 """Trainer: the model in its precision, adapted, with its optimizer, on its device."""
 
+import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from myna.core.compat import ddp_ignore_buffers
 from myna.core.config import Recipe
-from myna.core.errors import TrainingError
+from myna.core.errors import MynaError, TrainingError
 from myna.models.base import Batch, Family
 from myna.models.files import USAGE_FINGERPRINTS, find_adapter
 from myna.models.lora import base_model_hash, count_parameters, frozen_linear_names, initialize_adapter, make_trainable
 from myna.models.quantized import quantize
 from myna.models.ref import ModelRef
-from myna.train.distributed import full_tensor, gather_full_tensors, is_sharded, shard_model, synchronize
+from myna.train.distributed import full_tensor, gather_full_tensors, shard_model, synchronize
 from myna.train.loss import DivergenceMonitor, LossAccumulator, weighted_loss
 from myna.train.optimizer import KahanAdamW, WeightEMA, make_optimizer
 from myna.train.precision import DTYPES, Precision
+
+T = TypeVar("T")
 
 MAX_CONSECUTIVE_OVERFLOWS = 20
 """Steps in a row that may overflow in fp16 before the training is stopped, since no loss scale will help."""
@@ -64,6 +67,8 @@ class Trainer:
     trainable_parameters: dict[str, nn.Parameter]
     """Trainable parameters by their names in the unwrapped model."""
     ema: WeightEMA | None
+    sharded: bool
+    """Whether weights are sharded: in full training on several processes. A LoRA is too small for it."""
     overflows: int = 0
     divergence: DivergenceMonitor = field(default_factory=DivergenceMonitor)
 
@@ -81,7 +86,7 @@ class Trainer:
         settings = recipe.train
         # Every rank starts from the same adapter, whatever its random state was.
         torch.manual_seed(settings.seed)
-        sharded = is_sharded(recipe, accelerator)
+        sharded = recipe.adapt.mode == "full" and accelerator.num_processes > 1
         # A whole model may not fit the device that is to hold a shard of it, or all of it in fewer bits: sharding and
         # quantizing move it there layer by layer.
         load_device = torch.device("cpu") if sharded or recipe.model.quantization != "none" else None
@@ -105,36 +110,28 @@ class Trainer:
         if not sharded:
             ddp_ignore_buffers(objective)
             objective = accelerator.prepare(objective)
-        return cls(recipe, family, precision, accelerator, objective, optimizer, parameters, ema)
+        return cls(recipe, family, precision, accelerator, objective, optimizer, parameters, ema, sharded)
 
     @property
     def model(self) -> nn.Module:
         model: nn.Module = self.accelerator.unwrap_model(self.objective).model
         return model
 
-    @property
-    def sharded(self) -> bool:
-        return is_sharded(self.recipe, self.accelerator)
-
-    def full_model(self) -> nn.Module | None:
-        """Return the model with all its weights, on rank 0, for saving. Every rank must call it."""
-        return self._gathered_model(self.precision.trainable_dtype, "meta", assign=True)
-
-    def inference_model(self) -> nn.Module | None:
-        """Return the model with all its weights, on the device of rank 0, for inference. Every rank must call it."""
-        # Loaded again on its device, with the buffers that no checkpoint holds.
-        return self._gathered_model(self.precision.compute_dtype, self.accelerator.device, assign=False)
-
-    def _gathered_model(self, dtype: torch.dtype, device: torch.device | str, *, assign: bool) -> nn.Module | None:
-        """Return the model itself, or if it is sharded another one with the gathered weights."""
+    def full_model(self, *, runnable: bool = False) -> nn.Module | None:
+        """Return the model with all its weights on rank 0, for saving, or `runnable` on its device. Every rank must
+        call it. A sharded model is gathered into another one."""
         is_main = self.accelerator.is_main_process
         if not self.sharded:
             return self.model if is_main else None
         weights = gather_full_tensors(self.model.state_dict(), keep=is_main)
         if not is_main:
             return None
+        # A runnable one is loaded again on its device, with the buffers that no checkpoint holds.
+        dtype, device = self.precision.trainable_dtype, torch.device("meta")
+        if runnable:
+            dtype, device = self.precision.compute_dtype, self.accelerator.device
         model = self.family.load_model(dtype=dtype, device=device, text_head=self.recipe.needs_text_head)
-        model.load_state_dict(weights, assign=assign)
+        model.load_state_dict(weights, assign=not runnable)
         return model
 
     @property
@@ -216,6 +213,59 @@ class Trainer:
         # MPS has no fp64, but it has only one rank.
         return self.accelerator.reduce(tensor.to(self.accelerator.device)).cpu()  # type: ignore[no-any-return]
 
+    def run_on_main(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 while the other ranks wait; return its result on all ranks. An error of the user's stops
+        all of them. Every rank must call it."""
+        outcome: tuple[T | None, MynaError | None] = None, None
+        if self.accelerator.is_main_process:
+            try:
+                outcome = work(), None
+            except MynaError as error:
+                outcome = None, error
+        result, failure = broadcast_object_list([outcome])[0]
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[no-any-return]
+
+    def on_all_ranks(self, check: Callable[[], T]) -> list[T]:
+        """Run a check on every rank and return all results. An error of one rank stops all of them with the same
+        message. Every rank must call it."""
+        outcome: tuple[T | None, MynaError | None]
+        try:
+            outcome = check(), None
+        except MynaError as error:
+            if self.accelerator.num_processes == 1:
+                raise
+            outcome = None, error
+        outcomes = gather_object([outcome])
+        for rank, (_, failure) in enumerate(outcomes):
+            if failure is not None:
+                raise TrainingError(f"rank {rank}: {failure.what}", hint=failure.hint) from outcome[1]
+        return [result for result, _ in outcomes]
+
+    def check_same_weights(self) -> None:
+        """Check that all ranks hold the same weights, which detects a bypassed DDP wrapper. Shards differ by design."""
+        if self.accelerator.num_processes == 1 or self.sharded:
+            return
+        weights = (parameter.detach().double() for parameter in self.trainable_parameters.values())
+        sums = torch.stack([moment for weight in weights for moment in (weight.sum(), weight.square().sum())])
+        all_sums = self.accelerator.gather(sums[None])
+        differing = (all_sums != all_sums[0]).any(dim=1).nonzero().flatten().tolist()
+        if differing:
+            raise TrainingError(
+                f"the weights of rank {differing[0]} have parted from rank 0's",
+                hint="report this: gradients were not shared",
+            )
+
+    def shutdown(self) -> None:
+        """End the training. DDP is freed before the process group: as the last owner of the connections it would close
+        them while holding the GIL, which one of gloo's threads may be waiting for."""
+        if self.accelerator.num_processes > 1:
+            self.objective = self.accelerator.unwrap_model(self.objective)
+            self.accelerator.free_memory()
+            gc.collect()
+        self.accelerator.end_training()
+
     def _check_finite(self, norm: float) -> None:
         if math.isfinite(norm):
             self.overflows = 0
@@ -253,32 +303,29 @@ def start_from_adapter(trainer: Trainer, inputs: Mapping[str, Any], log: Callabl
 
 
 def _check_base(trainer: Trainer, ref: ModelRef, inputs: Mapping[str, Any]) -> None:
-    metadata, recipe, accelerator = ref.metadata, trainer.recipe, trainer.accelerator
+    metadata, recipe = ref.metadata, trainer.recipe
     expected, precision = metadata.inputs.get("base model"), metadata.inputs.get("precision", "")
     if expected is None or precision not in DTYPES:
         return
-    found = [inputs["base model"]]
+    found = inputs["base model"]
     as_trained = (inputs["precision"], recipe.model.quantization, recipe.needs_text_head)
     if as_trained != (precision, metadata.quantization, bool(metadata.text_head)):
         # The fingerprint was taken of rounded weights, so the base is read again, rounded in the same way.
-        if accelerator.is_main_process:
+        def read_again() -> str:
             text_head, dtype = bool(metadata.text_head), DTYPES[precision]
-            model = trainer.family.load_model(dtype=dtype, device="cpu", text_head=text_head)
-            found = [
-                base_model_hash(
-                    model,
-                    trainer.family,
-                    ref.require_adapter(),
-                    dtype=dtype,
-                    quantization=metadata.quantization,
-                    text_head=text_head,
-                )
-            ]
-        if accelerator.num_processes > 1:
-            found = broadcast_object_list(found)
-    if found[0] != expected:
+            return base_model_hash(
+                trainer.family.load_model(dtype=dtype, device="cpu", text_head=text_head),
+                trainer.family,
+                ref.require_adapter(),
+                dtype=dtype,
+                quantization=metadata.quantization,
+                text_head=text_head,
+            )
+
+        found = trainer.run_on_main(read_again)
+    if found != expected:
         raise TrainingError(
             f"`adapt.init`: {recipe.adapt.init} was trained on another base model than {trainer.family.source}: the "
-            f"fingerprint of its weights was {expected}, and is {found[0]}",
+            f"fingerprint of its weights was {expected}, and is {found}",
             hint=f"--set model.source=... with the model it was trained on, {metadata.source}",
         )
