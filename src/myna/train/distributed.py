@@ -3,8 +3,6 @@
 A LoRA is trained with DDP; full training shards the weights with FSDP2.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
