@@ -97,6 +97,7 @@ def complaint(trainer: Trainer) -> str:
 def look_at_ddp(folder: Path) -> dict[str, Any]:
     trainer, place = learn_from_text(folder), ProcessInfo.from_environment()
     seen: dict[str, Any] = {
+        "random": torch.rand(8).tolist(),
         "communicated": trainer.objective._get_ddp_logging_data()["num_parameter_tensors"]
         == len(trainer.trainable_parameters),
         "together": complaint(trainer),

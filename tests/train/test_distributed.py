@@ -99,23 +99,25 @@ def started_by_srun(rank: int, folder: Path, ports: list[int]) -> Iterator[subpr
         yield process
 
 
-def same_course(one: Path, other: Path) -> None:
-    """Check equal losses to 1e-6 in every step and evaluation, and equal weights to 1e-5 at the end."""
+def same_course(one: Path, other: Path, rounding: float = 1.0) -> None:
+    """Check equal losses to 1e-6 in every step and evaluation, and equal weights to 1e-5 at the end, both times
+    `rounding`."""
     courses = [[json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, other)]
     for row, twin in zip(*courses, strict=True):
         numbers, others = (r.get("evaluation", r) for r in (row, twin))
         assert row["step"] == twin["step"] and numbers.keys() == others.keys()
         for key in numbers.keys() - {"speed", "gradient_norm"}:
-            assert others[key] == pytest.approx(numbers[key], abs=1e-6), (row["step"], key)
+            assert others[key] == pytest.approx(numbers[key], abs=1e-6 * rounding), (row["step"], key)
         if "gradient_norm" in numbers:
-            assert others["gradient_norm"] == pytest.approx(numbers["gradient_norm"], rel=1e-4)
-    same_weights(*(load_file(next(Run.open(run).result.glob("*.safetensors"))) for run in (one, other)))
+            assert others["gradient_norm"] == pytest.approx(numbers["gradient_norm"], rel=1e-4 * rounding)
+    weights = [load_file(next(Run.open(run).result.glob("*.safetensors"))) for run in (one, other)]
+    same_weights(weights[0], weights[1], rounding)
 
 
-def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], rounding: float = 1.0) -> None:
     assert one.keys() == other.keys()
     for name, weight in one.items():
-        assert torch.allclose(other[name], weight, rtol=0, atol=1e-5), name
+        assert torch.allclose(other[name], weight, rtol=0, atol=1e-5 * rounding), name
 
 
 def seen(two: Path, what: str) -> list[dict[str, Any]]:
@@ -146,7 +148,7 @@ def test_a_run_goes_on_with_another_number_of_processes(two: Path, kind: str, ch
 
 @pytest.mark.slow
 def test_a_rank_without_audio_learns_along(two: Path) -> None:
-    same_weights(*(load_file(two / f"text-{world}.safetensors") for world in (1, 2)))
+    same_weights(load_file(two / "text-1.safetensors"), load_file(two / "text-2.safetensors"))
 
 
 @pytest.mark.slow
@@ -184,6 +186,28 @@ def test_pure_fp16_is_not_shared_out(workspace: Path) -> None:
     )
     with pytest.raises(ConfigError, match="does not go with full training"):
         distributed.shard_model(torch.nn.Linear(2, 2), [], Precision("pure-fp16", "asked for"), accelerator)
+
+
+@pytest.mark.slow
+def test_dropout_has_other_random_numbers_on_every_rank(two: Path) -> None:
+    first, second = (ddp["random"] for ddp in seen(two, "ddp"))
+    assert len(first) == len(second) > 0 and not set(first) & set(second)
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "seconds", "is_warned"),
+    [(True, None, True), (True, "60", True), (True, "1800", False), (False, None, False)],
+)
+def test_torchrun_that_would_kill_during_the_last_checkpoint_is_named(
+    monkeypatch: pytest.MonkeyPatch, torchrun: bool, seconds: str | None, is_warned: bool
+) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "7" if torchrun else None), (distributed.SHUTDOWN_VARIABLE, seconds)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    warning = distributed.shutdown_warning()
+    assert (warning is not None) == is_warned
+    assert warning is None or f"export {distributed.SHUTDOWN_VARIABLE}=1800" in warning
 
 
 # Who is who

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -27,7 +28,7 @@ from torch import nn
 from myna.core import run_folder
 from myna.core.config import parse_recipe
 from myna.core.errors import MynaError, TrainingError
-from myna.core.io import atomic_folder, fsync
+from myna.core.io import atomic_folder, file_hash, fsync
 from myna.data.loader import Loader
 from myna.models.base import Batch, RenderedSequence
 from myna.models.files import WeightsMetadata, absolute_source, format_names, save_metadata
@@ -113,10 +114,11 @@ class CheckpointManager:
         if self.trainer.accelerator.is_main_process:
             _remove_leftovers(self.run.folder)
             _remove_leftovers(self.run.folder / "checkpoints")
-        steps = run_folder.checkpoint_steps(self.run)
-        if not steps:
+        step = max(run_folder.checkpoint_steps(self.run), default=0)
+        folder = run_folder.checkpoint_folder(self.run, step)
+        self._check_same_checkpoint(step, folder / run_folder.CHECKPOINT_METADATA_FILE)
+        if not step:
             return TrainingProgress(step=0)
-        folder = run_folder.checkpoint_folder(self.run, steps[-1])
         try:
             metadata = run_folder.read_checkpoint_metadata(folder)
             self._check_unchanged(folder, metadata)
@@ -136,6 +138,18 @@ class CheckpointManager:
             # A kill may have come between the best checkpoint and this copy of it.
             self._update_best(progress)
         return progress
+
+    def _check_same_checkpoint(self, step: int, metadata: Path) -> None:
+        """Check that all ranks have found the same checkpoint. On disks of their own, one machine may have none."""
+        found = gather_object([(step, file_hash(metadata) if metadata.is_file() else "")])
+        differing = [rank for rank, checkpoint in enumerate(found) if checkpoint != found[0]]
+        if differing:
+            other = found[differing[0]][0]
+            raise TrainingError(
+                f"rank 0 would resume {self.run.folder} from its checkpoint of step {found[0][0]}, rank {differing[0]} "
+                f"from {'another one of step' if other == found[0][0] else 'that of step'} {other}",
+                hint="put the run on a disk that all machines share, or copy the folder with the newest one to each",
+            )
 
     def _check_finite(self, step: int) -> None:
         """Raise an error for weights that are not finite. In fp16 an update may overflow before a gradient does."""

@@ -29,11 +29,17 @@ from myna.train.precision import Precision
 
 Item = TypeVar("Item")
 
-RANK_TIMEOUT = timedelta(minutes=30)
-"""Time that a rank waits for the others. Rank 0 may write and verify a checkpoint of 90 GB, which takes a quarter of an
-hour on a slow disk. A dead rank is detected sooner: by gloo at once, and the launcher stops the others within half a
-minute (torchrun, accelerate, --gpus; Slurm with --kill-on-bad-exit). The others only wait this long for a rank that
-hangs, or that dies on NCCL without a launcher."""
+RANK_TIMEOUT = timedelta(seconds=float(os.environ.get("MYNA_RANK_TIMEOUT", "1800")))
+"""Time that a rank waits for the others in a step or a check. A dead rank is detected sooner: by gloo at once, and the
+launcher stops the others within half a minute (torchrun, accelerate, --gpus; Slurm with --kill-on-bad-exit). The others
+only wait this long for a rank that hangs, or that dies on NCCL without a launcher."""
+MAIN_RANK_TIMEOUT = timedelta(days=1)
+"""Time that the other ranks wait for work of rank 0 alone, such as a speech evaluation or a checkpoint of 90 GB."""
+SHUTDOWN_TIMEOUT = timedelta(minutes=30)
+"""Time that processes get after SIGTERM for their last step and its checkpoint. A full one of 90 GB takes a quarter of
+an hour on a slow disk."""
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Environment variable of torchrun with the seconds between SIGTERM and SIGKILL, 30 by default."""
 
 # Process discovery
 
@@ -109,6 +115,17 @@ def _slurm_variables() -> dict[str, str]:
         "MASTER_PORT": str(20_000 + int(slurm["SLURM_JOB_ID"]) % 20_000),
     }
     return {name: value for name, value in variables.items() if name not in slurm}
+
+
+def shutdown_warning() -> str | None:
+    """Return a warning if torchrun would kill this process too soon after SIGTERM; None without torchrun."""
+    seconds, needed = float(os.environ.get(SHUTDOWN_VARIABLE, "30")), SHUTDOWN_TIMEOUT.total_seconds()
+    if "TORCHELASTIC_RUN_ID" not in os.environ or seconds >= needed:
+        return None
+    return (
+        f"torchrun kills its processes {seconds:g} s after SIGTERM, perhaps in the middle of their last checkpoint: "
+        f"export {SHUTDOWN_VARIABLE}={needed:g} before it, or give it --shutdown-timeout {needed:g}"
+    )
 
 
 # Accelerate

@@ -8,7 +8,6 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,9 @@ from myna.core.errors import ConfigError, MynaError, TrainingError
 from myna.core.progress import ProgressCallback, silent
 from myna.core.run_folder import Run, checkpoint_steps, lock_run
 from myna.train.callbacks import EvaluationCallback
-from myna.train.distributed import ProcessInfo
+from myna.train.distributed import SHUTDOWN_TIMEOUT, SHUTDOWN_VARIABLE, ProcessInfo
 from myna.train.loop import TrainingObserver, run_training
 
-SHUTDOWN_TIMEOUT = timedelta(minutes=10)
-"""Time that processes get after SIGTERM for their last step and its checkpoint."""
 LAUNCHED_VARIABLE = "MYNA_LAUNCHED"
 """Environment variable of processes started by `launch`, which reports their failures."""
 LOST_CONNECTION = "lost touch with the others"
@@ -128,7 +125,7 @@ def launch(count: int, arguments: Sequence[object], device: str) -> bool:
     variables = {
         LAUNCHED_VARIABLE: "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(SHUTDOWN_TIMEOUT.total_seconds())),
+        SHUTDOWN_VARIABLE: str(int(SHUTDOWN_TIMEOUT.total_seconds())),
     }
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     logging.disable()  # our error says more than what the launcher logs of a failure

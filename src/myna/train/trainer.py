@@ -9,8 +9,9 @@ from typing import Any, Self, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from torch import nn
+from torch.distributed import broadcast_object_list, new_group
 
 from myna.core.compat import ddp_ignore_buffers
 from myna.core.config import Recipe
@@ -20,7 +21,7 @@ from myna.models.files import USAGE_FINGERPRINTS, find_adapter
 from myna.models.lora import base_model_hash, count_parameters, frozen_linear_names, initialize_adapter, make_trainable
 from myna.models.quantized import quantize
 from myna.models.ref import ModelRef
-from myna.train.distributed import full_tensor, gather_full_tensors, shard_model, synchronize
+from myna.train.distributed import MAIN_RANK_TIMEOUT, full_tensor, gather_full_tensors, shard_model, synchronize
 from myna.train.loss import DivergenceMonitor, LossAccumulator, weighted_loss
 from myna.train.optimizer import KahanAdamW, WeightEMA, make_optimizer
 from myna.train.precision import DTYPES, Precision
@@ -69,6 +70,9 @@ class Trainer:
     ema: WeightEMA | None
     sharded: bool
     """Whether weights are sharded: in full training on several processes. A LoRA is too small for it."""
+    waiting_group: Any = None
+    """Process group in which ranks wait for rank 0. It is gloo's, which has no time limit worth the name, and whose
+    connections break when rank 0 ends. NCCL would stop all of them after `RANK_TIMEOUT`."""
     overflows: int = 0
     divergence: DivergenceMonitor = field(default_factory=DivergenceMonitor)
 
@@ -105,12 +109,17 @@ class Trainer:
         parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         total, trainable, _ = count_parameters(model)
         log(f"{trainable:,} of {total:,} parameters learn ({100 * trainable / total:.2f} %)")
+        # Dropout differs between ranks from here on.
+        torch.manual_seed(settings.seed + 1 + accelerator.process_index)
         optimizer = accelerator.prepare(make_optimizer(list(parameters.values()), settings, precision))
         ema = WeightEMA(parameters, settings.ema_decay) if settings.ema_decay is not None else None
+        waiting = None
+        if accelerator.num_processes > 1:
+            waiting = new_group(backend="gloo", timeout=MAIN_RANK_TIMEOUT)
         if not sharded:
             ddp_ignore_buffers(objective)
             objective = accelerator.prepare(objective)
-        return cls(recipe, family, precision, accelerator, objective, optimizer, parameters, ema, sharded)
+        return cls(recipe, family, precision, accelerator, objective, optimizer, parameters, ema, sharded, waiting)
 
     @property
     def model(self) -> nn.Module:
@@ -216,13 +225,15 @@ class Trainer:
     def run_on_main(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 while the other ranks wait; return its result on all ranks. An error of the user's stops
         all of them. Every rank must call it."""
-        outcome: tuple[T | None, MynaError | None] = None, None
+        outcome: list[Any] = [None, None]
         if self.accelerator.is_main_process:
             try:
-                outcome = work(), None
+                outcome = [work(), None]
             except MynaError as error:
-                outcome = None, error
-        result, failure = broadcast_object_list([outcome])[0]
+                outcome = [None, error]
+        if self.waiting_group is not None:
+            broadcast_object_list(outcome, src=0, group=self.waiting_group)
+        result, failure = outcome
         if failure is not None:
             raise failure
         return result  # type: ignore[no-any-return]
@@ -261,7 +272,7 @@ class Trainer:
         """End the training. DDP is freed before the process group: as the last owner of the connections it would close
         them while holding the GIL, which one of gloo's threads may be waiting for."""
         if self.accelerator.num_processes > 1:
-            self.objective = self.accelerator.unwrap_model(self.objective)
+            self.objective, self.waiting_group = self.accelerator.unwrap_model(self.objective), None
             self.accelerator.free_memory()
             gc.collect()
         self.accelerator.end_training()
