@@ -119,6 +119,8 @@ def test_an_error_is_two_lines_on_stderr_and_exit_1(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (("train", "--no-such-option"), "Unknown option: --no-such-option"),
+        (("train", "vietnamese_tts", "--fp16"), "here it is --set train.precision=fp16"),
+        (("train", "vietnamese_tts", "--learning-rate=1"), "here it is --set train.learning_rate=..."),
         (("train", "--dry-rum"), "Did you mean --dry-run?"),
         (("trian",), 'Did you mean "train"?'),
         (("prepare", "recordings", "--model", "fledgling"), "--out is missing"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tools.recipe_reference import describe
 
 from myna.core.config import (
+    FOREIGN_NAMES,
     AdaptSettings,
     DataSettings,
     LossSettings,
@@ -99,6 +100,52 @@ def test_unknown_settings_are_refused(recipe: Path, override: str, nearest: str)
     error = refused(recipe, override)
     assert f"--set {override}" in error.what
     assert nearest in error.hint
+
+
+@pytest.mark.parametrize(
+    ("foreign", "ours"),
+    [
+        ("train.lr", "train.learning_rate=..."),
+        ("train.bf16", "train.precision=bf16"),
+        ("train.fp16", "train.precision=fp16"),
+        ("train.gradient_accumulation_steps", "train.batch_size=..."),
+        ("per_device_train_batch_size", "train.micro_batch_size=..."),
+        ("lora_rank", "adapt.rank=..."),
+        ("adapt.lora_alpha", "adapt.alpha=..."),
+        ("num_train_epochs", "train.epochs=..."),
+        ("max_steps", "train.steps=..."),
+        ("train.warmup_ratio", "train.warmup=..."),
+    ],
+)
+def test_names_of_other_trainers_are_answered_with_the_setting(recipe: Path, foreign: str, ours: str) -> None:
+    assert f"--set {ours}" in refused(recipe, f"{foreign}=1").hint
+    assert f"--set {ours}" in refused_text(recipe, yaml.safe_dump(LEAST | {foreign: 1})).hint
+
+
+def test_every_setting_that_other_trainers_name_otherwise_exists() -> None:
+    known = set(valid_keys())
+    assert set(FOREIGN_NAMES) <= known
+    names = [name for names in FOREIGN_NAMES.values() for name in names]
+    assert len(names) == len(set(names)) and not set(names) & {key.rpartition(".")[2] for key in known}
+
+
+@pytest.mark.parametrize(("epochs", "changes"), [(3, ["train.steps=12"]), (None, ["train.epochs=2.5"])])
+def test_the_length_that_is_set_replaces_the_recipes_other_one(
+    recipe: Path, epochs: int | None, changes: list[str]
+) -> None:
+    recipe.write_text(yaml.safe_dump(LEAST | {"train": {"epochs": epochs} if epochs else {"steps": 7}}))
+    found = load_recipe(recipe, changes).train
+    assert (found.steps, found.epochs) == ((12, None) if epochs else (None, 2.5))
+    assert "either" in refused(recipe, "train.steps=12", "train.epochs=3").what, "of two that are set, neither wins"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("paper_r64", "pronunciation_paper_r64"), ("vietnamese_tss", "vietnamese_tts")]
+)
+def test_a_part_of_a_recipes_name_or_a_typo_in_it_is_enough_to_suggest_it(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(Path(name))
+    assert f"did you mean {meant}?" in caught.value.hint
 
 
 @pytest.mark.parametrize("override", ["train.steps", "=1", ""])
@@ -253,7 +300,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["train.epochs=1"], "either `train.epochs` or `train.steps`"),
+        (["train.epochs=1", "train.steps=5"], "either `train.epochs` or `train.steps`"),
         (["train.steps=null"], "either `train.epochs` or `train.steps`"),
         (["train.micro_batch_size=3"], "`train.batch_size` (8) is no multiple"),
         (["adapt.mode=custom"], "needs `adapt.targets`"),

@@ -112,6 +112,15 @@ def test_a_folder_that_was_not_prepared_says_how_to(tmp_path: Path, folder: Path
     assert caught.value.hint == f"myna prepare SOURCE --out {place} --model MODEL"
 
 
+def test_recordings_in_place_of_a_prepared_folder_are_to_be_prepared_into_another_one(tmp_path: Path) -> None:
+    folder = tmp_path / "recordings"
+    folder.mkdir()
+    (folder / "anna.wav").touch()
+    with pytest.raises(DataError) as caught:
+        PreparedDataset.open(folder)
+    assert f"myna prepare {folder} --out data/recordings" in caught.value.hint
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"3", b'{"codec_revision": "x"}', b'{"more": 1}', b"\xff\xfe"])
 def test_a_damaged_note_is_named(folder: Path, damage: bytes) -> None:
     (folder / DATASET_INFO_FILE).write_bytes(damage)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter
+from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter, UnknownOptionError
 from rich.text import Text
 
 from myna.commands.display import console
@@ -25,7 +25,7 @@ PANELS = {
     "Data": dict.fromkeys(("import", "curate", "xray", "correct", "split", "render"), "data"),
     "Speech": {"speak-lines": "speak", "serve": "serve", "voice": "voice", "detect": "voice", "answer": "speak"},
     "Quality": {"evaluate": "evaluate", "compare": "evaluate"},
-    "Models": {"merge": "model", "verify": "model", "model": "model"},
+    "Models": {"plan": "train", "merge": "model", "verify": "model", "model": "model"},
 }
 """Panels of `myna --help`: each command, and the module that defines it."""
 FAMILIES = {
@@ -62,6 +62,11 @@ def run(words: Sequence[str], *, shown: bool = False) -> int:
         what, lists = str(error).partition(" Available commands:")[0].rstrip("."), "lists what there is"
         if isinstance(error, MissingArgumentError) and error.argument is not None:
             what, lists = f"{error.argument.name} is missing", "says what it is"
+        if isinstance(error, UnknownOptionError) and words[:1] == ["train"]:
+            from myna.core.config import own_setting
+
+            if ours := own_setting((error.token.keyword or error.token.value).partition("=")[0]):
+                lists = f"lists the options; here it is {ours}"
         _show_error(what, f"{' '.join(['myna', *app.parse_commands(words)[0], '--help'])} {lists}")
         return 2
     try:

@@ -31,6 +31,43 @@ SCORER_KINDS = ("transformers", "resemblyzer", "ecapa", "wavlm")
 """Names in `speech_eval.asr` and `speech_eval.speaker_encoder` that are not paths; a path may follow after a colon."""
 
 
+FOREIGN_NAMES = {
+    "model.source": ("model_name_or_path", "model_name", "model_id", "pretrained_model_name_or_path"),
+    "model.quantization": ("load_in_4bit", "load_in_8bit", "quantization_bit", "quant_bits", "bnb_4bit_quant_type"),
+    "data.train": ("dataset", "train_dataset", "dataset_name", "train_file"),
+    "data.evaluation": ("val_dataset", "eval_dataset", "validation_file"),
+    "data.row_tokens": ("max_length", "max_seq_length", "max_seq_len", "model_max_length", "cutoff_len"),
+    "data.pack": ("packing", "sample_packing"),
+    "data.workers": ("dataloader_num_workers", "num_workers"),
+    "adapt.mode": ("train_type", "sft_type", "tuner_type", "finetuning_type"),
+    "adapt.targets": ("target_modules", "lora_target", "lora_target_modules"),
+    "adapt.rank": ("lora_rank", "lora_r", "r"),
+    "adapt.alpha": ("lora_alpha",),
+    "adapt.dropout": ("lora_dropout", "lora_dropout_p"),
+    "adapt.rslora": ("use_rslora",),
+    "adapt.dora": ("use_dora",),
+    "adapt.train_modules": ("modules_to_save",),
+    "adapt.init": ("adapter_name_or_path", "adapters"),
+    "train.epochs": ("num_train_epochs", "num_epochs", "max_epochs"),
+    "train.steps": ("max_steps", "total_steps"),
+    "train.batch_size": ("gradient_accumulation_steps", "grad_accum", "train_batch_size", "global_batch_size"),
+    "train.micro_batch_size": ("per_device_train_batch_size", "per_gpu_train_batch_size"),
+    "train.learning_rate": ("lr",),
+    "train.warmup": ("warmup_ratio", "warmup_steps", "num_warmup_steps", "lr_warmup_steps"),
+    "train.schedule": ("lr_scheduler_type", "lr_scheduler"),
+    "train.betas": ("adam_beta1", "adam_beta2"),
+    "train.max_grad_norm": ("clip_grad", "gradient_clip_val"),
+    "train.precision": ("fp16", "bf16", "tf32", "mixed_precision", "torch_dtype", "dtype"),
+    "train.gradient_checkpointing": ("use_gradient_checkpointing", "activation_checkpointing"),
+    "train.compile": ("torch_compile",),
+    "train.evaluate_every": ("eval_steps", "eval_interval"),
+    "train.save_every": ("save_steps", "save_interval"),
+    "train.keep_checkpoints": ("save_total_limit",),
+    "train.trackers": ("report_to",),
+    "train.seed": ("random_state",),
+}
+"""Names of settings in Hugging Face's trainers, ms-swift and unsloth, for answers with the name here."""
+
 AnySettings = TypeVar("AnySettings", bound="Settings")
 
 
@@ -318,7 +355,8 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
     try:
         tree = read_settings_tree(path, Recipe, hint="start from one that ships: myna recipes NAME --out mine.yaml")
     except FileNotFoundError:
-        close = difflib.get_close_matches(path.stem, shipped_recipes(), n=1)
+        close = [name for name in shipped_recipes() if path.stem in name]
+        close = close or difflib.get_close_matches(path.stem, shipped_recipes(), n=1)
         nearest = f"; did you mean {close[0]}?" if close else ""
         hint = f"give a YAML file, or the name of a recipe that ships: myna recipes lists them{nearest}"
         raise ConfigError(f"there is no recipe {path}", hint=hint) from None
@@ -345,8 +383,10 @@ def read_settings_tree(path: Path, root: type[Settings], *, hint: str) -> dict[s
 
 def parse_recipe(tree: dict[str, Any], overrides: Iterable[str] = (), *, where: str) -> Recipe:
     """Check a tree of plain values with `overrides` on top; `where` names it in errors."""
-    for setting in overrides:
-        override(tree, setting)
+    given = {override(tree, setting) for setting in overrides}
+    for key, other in (("steps", "epochs"), ("epochs", "steps")):
+        if f"train.{key}" in given and f"train.{other}" not in given and tree["train"][key] is not None:
+            tree["train"].pop(other, None)  # the recipe's own, which the new length replaces
     recipe = parse_settings(Recipe, tree, where=where)
     for what, hint in _contradictions(recipe):
         raise ConfigError(f"{where}: {what}", hint=hint)
@@ -415,8 +455,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def override(tree: dict[str, Any], setting: str, root: type[Settings] = Recipe) -> None:
-    """Put a `key.path=value` into a tree of settings of `root` before it is parsed."""
+def override(tree: dict[str, Any], setting: str, root: type[Settings] = Recipe) -> str:
+    """Put a `key.path=value` into a tree of settings of `root` before it is parsed; return the key."""
     key, equals, value = setting.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -436,6 +476,7 @@ def override(tree: dict[str, Any], setting: str, root: type[Settings] = Recipe) 
         raise ConfigError(
             f"--set {setting}: {value} is not a YAML value", hint="quote it, or close what is open"
         ) from None
+    return key
 
 
 def _explained(error: ValidationError, where: str, root: type[Settings]) -> ConfigError:
@@ -465,9 +506,20 @@ def _explained(error: ValidationError, where: str, root: type[Settings]) -> Conf
     return ConfigError("\n".join(dict.fromkeys(lines)), hint="; ".join(dict.fromkeys(hints)))
 
 
+def own_setting(foreign: str) -> str | None:
+    """Return what to type instead of another trainer's setting or option; None for a name that is not known."""
+    name = foreign.lstrip("-").replace("-", "_")
+    known = (key for key in valid_keys() if name in (key.rpartition(".")[2], *FOREIGN_NAMES.get(key, ())))
+    key = next(known, None)
+    return f"--set {key}={name if name in ('fp16', 'bf16') else '...'}" if key else None
+
+
 def _nearest(key: str, root: type[Settings]) -> str:
     group, _, leaf = key.rpartition(".")
     known, groups = valid_keys(root), _groups(root)
+    is_own = any(leaf == name.rpartition(".")[2] for name in known)
+    if root is Recipe and not is_own and (ours := own_setting(leaf)):
+        return f"here it is {ours}"
     if group == "" and key in groups:
         return f"`{key}` is a group; its settings: " + ", ".join(k for k in known if k.startswith(f"{key}."))
     inside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}

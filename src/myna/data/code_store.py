@@ -275,4 +275,8 @@ def span_bounds(span: Span | None) -> tuple[float, float | None]:
 
 
 def prepare_command(folder: Path) -> str:
+    """Return the command that prepares a folder, or recordings that lie in it, which must stay as they are."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if names and not names & {"manifest.jsonl", "codes"}:
+        return f"if it holds recordings: myna prepare {folder} --out data/{folder.name} --model MODEL"
     return f"myna prepare SOURCE --out {folder} --model MODEL"
