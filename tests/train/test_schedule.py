@@ -31,3 +31,9 @@ def test_no_warmup_starts_at_the_top_of_the_schedule() -> None:
 def test_the_floor_is_where_it_ends() -> None:
     for schedule in ("cosine", "linear"):
         assert rates(schedule=schedule, final_learning_rate_ratio=0.1)[-1] == pytest.approx(0.1, abs=0.01)
+
+
+def test_a_warmup_longer_than_the_run_is_shortened_to_half_of_it() -> None:
+    """Otherwise the rate would never reach its peak."""
+    assert rates(warmup=500, schedule="constant") == rates(warmup=50, schedule="constant")
+    assert max(rates(warmup=500)) == 1.0 and max(rates(warmup=100)) == 1.0

@@ -113,15 +113,7 @@ class TrainingDisplay:
         self._task = self._bars.add_task("training", total=steps, completed=done, state="")
 
     def on_metrics(self, row: dict[str, Any]) -> None:
-        if "evaluation" in row:
-            losses = row["evaluation"]
-            gain = (
-                f", {losses['against_base']:+.4f} against the model it began with" if "against_base" in losses else ""
-            )
-            self.on_message(f"step {row['step']}: evaluation loss {losses['loss']:.4f}{gain}")
-        elif "speech_eval" in row:
-            self.on_message(f"step {row['step']}: {_speech_scores(row['speech_eval'])}")
-        elif self._task is not None:
+        if "speed" in row and self._task is not None:
             speed = row["speed"]
             pace = f"{speed['tokens_per_second']:,.0f} tokens/s  {speed['audio_per_second']:.1f} audio-s/s"
             self._bars.update(self._task, completed=row["step"], state=f"loss {row['loss']:.4f}  {pace}")
@@ -130,11 +122,3 @@ class TrainingDisplay:
         """Show the progress of a speech evaluation, which may take minutes between two steps."""
         if self._task is not None:
             self._bars.update(self._task, state=f"{stage}, {done} of {total}")
-
-
-def _speech_scores(scores: dict[str, Any]) -> str:
-    gain = f", {scores['gain']:+.3f} over the untuned model" if "gain" in scores else ""
-    looped = f" ({scores['looped']} items looped)" if scores.get("looped") else ""
-    wer = f", {scores['wer']:.1%} word errors{looped}" if scores["wer"] is not None else ""
-    similarity = f", similarity {scores['similarity']:.3f}" if scores["similarity"] is not None else ""
-    return f"score {scores['score']:.3f}{gain}{wer}{similarity}"

@@ -3,6 +3,7 @@
 config.yaml      the resolved recipe, enough to train or synthesize again
 metrics.jsonl    one line per optimizer step and per evaluation
 log.txt          messages
+report.html      loss curve and time left, written anew while it trains
 adapter/         the LoRA, a plain PEFT folder (or model/ after full training); it appears when the run is finished
 checkpoints/     the state to resume from, see train/checkpoint.py
 speech_eval/     samples and scores of the speech evaluations, where the recipe has them
@@ -229,6 +230,10 @@ class Run(RunFolder):
     def log_metrics(self, row: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl. Numbers that are not finite become null, since JSON cannot hold them."""
         self._append(self.metrics, json.dumps(finite_or_none(row), allow_nan=False))
+
+    def save_report(self, page: str) -> None:
+        with _training_errors(self.folder):
+            save_text(self.folder / "report.html", page)
 
     def truncate_metrics(self, step: int) -> None:
         """Drop metrics of later steps and incomplete lines: the run resumes after `step`."""

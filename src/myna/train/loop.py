@@ -29,12 +29,13 @@ from myna.models.base import Batch, Family, RenderedSequence
 from myna.models.quantized import check_quantization
 from myna.train.callbacks import EvaluationCallback, SpeechScores, log_samples, run_callback
 from myna.train.checkpoint import CheckpointManager, TrainingProgress
-from myna.train.distributed import ProcessInfo, init_accelerator
+from myna.train.distributed import ProcessInfo, init_accelerator, shutdown_warning
 from myna.train.loss import SAFE_LEARNING_RATE, stage_weights, term_weights
 from myna.train.memory_plan import check_weights_fit, largest_batch, peak_memory, plan_memory
-from myna.train.optimizer import learning_rate
+from myna.train.optimizer import learning_rate, warmup_steps
 from myna.train.precision import choose_precision
 from myna.train.preflight import run_preflight
+from myna.train.run_report import RunReport
 from myna.train.trainer import Trainer, start_from_adapter
 
 WORKER_PROCESS_DEVICES = ("cuda",)
@@ -51,7 +52,7 @@ class TrainingObserver(Protocol):
     def on_metrics(self, row: dict[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Logger:
     """Messages and metrics of rank 0, for the run folder, the trackers and the observer."""
 
@@ -60,6 +61,8 @@ class _Logger:
     accelerator: Accelerator
     writes: bool = True
     """Whether anything is written; a dry run writes nothing."""
+    report: RunReport | None = None
+    """Lines and page about the steps, once they begin."""
 
     def message(self, text: str) -> None:
         if self.accelerator.is_main_process:
@@ -72,6 +75,8 @@ class _Logger:
             return
         self.run.log_metrics(row)
         self.observer.on_metrics(row)
+        if self.report is not None and (line := self.report.add(row)) is not None:
+            self.message(line)
         kind = next((kind for kind in ("evaluation", "speech_eval") if kind in row), None)
         prefix, values = (f"{kind}/", row[kind]) if kind is not None else ("", row | row["speed"])
         self.accelerator.log(
@@ -120,6 +125,8 @@ def run_training(
                 hint=f"--set train.batch_size={shard.world_size * settings.micro_batch_size}, or a multiple of it",
             )
         log(f"device {accelerator.device} x {shard.world_size}, precision {precision}")
+        if warning := shutdown_warning():
+            log(warning)
 
         # Data.
         family = open_family(recipe.model.source, revision=recipe.model.revision, codec=recipe.model.codec)
@@ -162,10 +169,18 @@ def run_training(
         save_every = settings.save_every or evaluate_every
         speech_every = (recipe.speech_eval.every or evaluate_every) if recipe.evaluates_speech else None
         final_weights = term_weights(family.loss_terms, recipe.loss)
+        steps_in_epoch, utterances = rows_in_epoch / settings.batch_size, len(loader.reference_sampler.targets)
         log(
-            f"{steps} optimizer steps of {settings.batch_size} rows; an epoch is {rows_in_epoch} rows, "
-            f"{rows_in_epoch / settings.batch_size:.1f} steps"
+            f"{steps} optimizer steps of {settings.batch_size} rows, about {utterances / steps_in_epoch:.0f} "
+            f"utterances; an epoch is {utterances} utterances, {rows_in_epoch} rows, {steps_in_epoch:.1f} steps"
         )
+        if steps_in_epoch < 1:
+            log(
+                f"WARNING: a step holds {1 / steps_in_epoch:.1f} epochs, so that few steps see the data often: "
+                f"--set train.batch_size={max(1, rows_in_epoch // 8)}, or a lower data.row_tokens"
+            )
+        if (warmup := warmup_steps(settings, steps)) < settings.warmup:
+            log(f"train.warmup is longer than the run: it is shortened to {warmup} of {steps} steps")
         if callback is not None:
             for line in callback.describe():
                 log(line)
@@ -193,8 +208,10 @@ def run_training(
             log(f"dry run: everything is ready for {steps} steps, and nothing was trained or written")
             trainer.shutdown()
             return
-        if accelerator.is_main_process and resume:
-            run.save_length()
+        if accelerator.is_main_process:
+            if resume:
+                run.save_length()
+            logger.report = RunReport(run, steps, progress.step)
 
         # The base model, so that later evaluations can be compared with it.
         if evaluation is not None and progress.base_loss is None and progress.step == 0:
@@ -263,6 +280,8 @@ def run_training(
                 _log_gain(progress, "the untuned model" if recipe.adapt.init is None else recipe.adapt.init, log)
             for line in callback.summarize() if callback is not None else ():
                 log(line)
+        if logger.report is not None:
+            logger.report.write()
         trainer.shutdown()
 
 

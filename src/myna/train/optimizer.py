@@ -23,13 +23,20 @@ COMPENSATION_UNIT = 2.0**-11
 share of it, so in this unit the error is as large as the weight, and as precise."""
 
 
+def warmup_steps(settings: TrainSettings, steps: int) -> int:
+    """Return the steps of the warm-up. One that is longer than the run is shortened to half of it: otherwise the rate
+    would never reach its peak."""
+    warmup = round(settings.warmup * steps) if settings.warmup < 1 else int(settings.warmup)
+    return warmup if warmup <= steps else steps // 2
+
+
 def learning_rate(settings: TrainSettings, step: int, steps: int) -> float:
     """Return the learning rate of a step from 1 to `steps`: linear warm-up to the full rate, then the schedule towards
     its end.
 
     The end is one step after the last, which would otherwise have a rate of 0.
     """
-    warmup = round(settings.warmup * steps) if settings.warmup < 1 else int(settings.warmup)
+    warmup = warmup_steps(settings, steps)
     if step <= warmup:
         return settings.learning_rate * step / warmup
     progress = (step - 1 - warmup) / max(1, steps - warmup)
