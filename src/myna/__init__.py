@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from myna.commands.model import verify as verify
     from myna.commands.speak import load as load
     from myna.commands.speak import load_answer_model as load_answer_model
+    from myna.commands.train import plan_training as plan_training
     from myna.commands.train import resume as resume
     from myna.commands.train import train as train
     from myna.commands.voice import add_voice as add_voice
@@ -58,7 +59,7 @@ _MODULES = {
     "commands.evaluate": ("compare", "evaluate"),
     "commands.model": ("convert", "extract_lora", "make_tiny", "merge", "model_stats", "verify"),
     "commands.speak": ("load", "load_answer_model"),
-    "commands.train": ("resume", "train"),
+    "commands.train": ("plan_training", "resume", "train"),
     "commands.voice": ("add_voice", "consent_sentence", "detect"),
     "core.config": ("Recipe", "load_recipe"),
     "core.errors": ("MynaError",),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from myna import prepare
+from myna import plan_training, prepare
 from myna.core.config import Recipe, override, parse_recipe
 from myna.core.device import is_out_of_memory
-from myna.core.errors import TrainingError
+from myna.core.errors import ConfigError, TrainingError
 from myna.data.loader import Shard
 from myna.models import open_family, save_tiny_model
 from myna.models.base import Family
@@ -26,6 +26,7 @@ from myna.train.memory_plan import (
     MemoryPlan,
     _LiveBytes,
     available_memory,
+    cheapest_saving,
     check_weights_fit,
     evenly_spaced,
     format_bytes,
@@ -432,6 +433,22 @@ def test_where_nothing_helps_a_lora_or_another_card_does(
     assert (
         "device with more memory" in out_of_memory_error(replace(lora, available=2**30), true_size, recipe(), CPU).hint
     )
+
+
+def test_whether_it_fits_a_card_is_known_without_weights_data_and_card() -> None:
+    settings = ["train.gradient_checkpointing=none"]
+    planned = plan_training("higgs_v2_lora_24gb", memory="24GB", model="higgs-v2", settings=settings)
+    assert planned.fits and planned.recomputed == 0 and planned.tokens == planned.recipe.data.row_tokens
+    smaller = replace(planned, available=12 * 2**30)
+    assert not smaller.fits and "--set " in cheapest_saving(smaller, planned.recipe)
+    for words in ("much", "24 apples", ""):
+        with pytest.raises(ConfigError, match="no amount of memory"):
+            plan_training("higgs_v2_lora_24gb", memory=words)
+
+
+@pytest.mark.parametrize("model", ["fledgling", "phi-4-multimodal"])
+def test_any_model_can_be_planned_by_its_configuration(model: str) -> None:
+    assert plan_training(model=model, memory="48GB").fits
 
 
 def test_out_of_memory_is_known_by_its_class_and_by_what_it_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from functools import partial
 from itertools import takewhile
@@ -14,7 +15,7 @@ from rich.table import Table
 from myna.commands import options as opt
 from myna.commands.display import TrainingDisplay, console, show, show_table
 from myna.commands.options import Call, PathLike, command, option
-from myna.core.errors import ConfigError
+from myna.core.errors import ConfigError, TrainingError
 from myna.core.io import check_output_file, save_text
 from myna.core.progress import ProgressCallback, silent
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from myna.core.run_folder import Run
     from myna.demo.run import DemoResult
     from myna.train.loop import TrainingObserver
+    from myna.train.memory_plan import MemoryPlan
 
 
 def train(
@@ -124,6 +126,36 @@ def _(
         speak = f'myna speak "your words" --run {run.folder} --reference REF.wav --reference-text "..." -o out.wav'
         is_speaking = isinstance(family, base.SpeakingFamily)
         show("", f"Try it:  {speak if is_speaking else f'myna answer RECORDING.wav --run {run.folder}'}")
+
+
+def plan_training(
+    recipe: Annotated[
+        Recipe | Mapping[str, Any] | PathLike | None, option("A YAML file, or a name that `myna recipes` lists.")
+    ] = None,
+    *,
+    memory: Annotated[str, option("Memory of the GPU, such as 24GB.")],
+    model: Annotated[str | None, option("Short for `model.source`; `higgs-v2` needs no download.", "-m")] = None,
+    settings: opt.Settings = (),
+) -> MemoryPlan:
+    """Plan the memory of a training for a GPU that need not be here, without weights and data."""
+    from myna.core.config import make_recipe
+    from myna.train.memory_plan import plan_for_gpu
+
+    if (size := re.fullmatch(r"([\d.]+) *(?:GB|GiB|G)?", memory.strip(), re.IGNORECASE)) is None:
+        raise ConfigError(f"{memory} is no amount of memory", hint="for example --memory 24GB")
+    defaults = {} if recipe is not None else {"data.train": "data", "train.steps": 1}
+    return plan_for_gpu(make_recipe(recipe, defaults | {"model.source": model}, settings), float(size[1]))
+
+
+@command("plan", plan_training, example="myna plan higgs_v2_lora_24gb --model higgs-v2 --memory 24GB")
+def _(call: Call[MemoryPlan]) -> None:
+    from myna.train.memory_plan import cheapest_saving
+
+    plan = call()
+    show(plan.table())
+    if not plan.fits:
+        raise TrainingError("it does not fit", hint=cheapest_saving(plan, plan.recipe))
+    show(f"It fits into {call.keywords['memory']}.")
 
 
 @command("recipes", example="myna recipes higgs_v2_lora_24gb --out mine.yaml")

@@ -21,11 +21,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from myna.core.compat import TorchDispatchMode, storage_id, tree_leaves
-from myna.core.config import Quantization, Recipe
+from myna.core.config import Recipe
 from myna.core.device import memory_limit, peak_process_memory
 from myna.core.errors import TrainingError
+from myna.data.conversation import AudioClip
 from myna.data.loader import Loader, Shard, first_fit_decreasing
-from myna.models.base import Batch, Family, RenderedSequence
+from myna.models import open_family
+from myna.models.base import IGNORE_INDEX, Batch, Family, RenderedSequence, TokenSpan
 from myna.train.optimizer import make_optimizer
 from myna.train.precision import BF16_CAPABILITY, Precision, choose_precision
 from myna.train.trainer import build_model, configured_recomputation
@@ -39,6 +41,10 @@ USABLE_MEMORY_SHARE = 0.95
 CUDA_SEGMENT_BYTES = 20 * 2**20
 """Bytes that CUDA's caching allocator allocates at once for tensors of a few megabytes. Most of the last allocation may
 be unused, which on a small share of a GPU is more than the reserve."""
+
+
+DRIVER_GIBIBYTES = 0.6
+"""Memory of a GPU that the driver and CUDA take."""
 
 
 class LargestBatch(NamedTuple):
@@ -93,7 +99,7 @@ class MemoryPlan:
     """Temporary memory of an optimizer step, while there are no activations."""
     available: int
     world_size: int
-    quantization: Quantization = "none"
+    recipe: Recipe
 
     @property
     def activations(self) -> int:
@@ -126,9 +132,9 @@ class MemoryPlan:
         return f"{text}, the fewest that fit" if self.recomputed else f"{text}, since everything fits"
 
     def table(self) -> str:
-        largest = max(self.activations, self.optimizer_step)
+        largest, quantization = max(self.activations, self.optimizer_step), self.recipe.model.quantization
         parts = {
-            "frozen weights" if self.quantization == "none" else f"frozen, {self.quantization}": self.frozen,
+            "frozen weights" if quantization == "none" else f"frozen, {quantization}": self.frozen,
             "trained weights": self.trained,
             "gradients": self.gradients,
             "optimizer": self.optimizer_state,
@@ -142,9 +148,16 @@ class MemoryPlan:
 
 
 def plan_memory(
-    family: Family, recipe: Recipe, precision: Precision, device: torch.device, batch: LargestBatch, world_size: int = 1
+    family: Family,
+    recipe: Recipe,
+    precision: Precision,
+    device: torch.device,
+    batch: LargestBatch,
+    world_size: int = 1,
+    available: int | None = None,
 ) -> MemoryPlan:
-    """Plan the memory of one process for its largest micro-batch, counted on the meta device."""
+    """Plan the memory of one process for its largest micro-batch, counted on the meta device. `available` bytes are
+    those of the device, unless they are given."""
     model = build_model(recipe, family, precision, "meta")
     # Families do not fuse on MPS; on the meta device they cannot know where the model will be.
     fused = recipe.train.fused_lora and device.type != "mps"
@@ -179,9 +192,9 @@ def plan_memory(
         ema=count * 4 // shards if recipe.train.ema_decay is not None else 0,
         activation_memory=activations,
         optimizer_step=count * step_bytes // shards if device.type != "cuda" else 0,
-        available=available_memory(device),
+        available=available_memory(device) if available is None else available,
         world_size=world_size,
-        quantization=recipe.model.quantization,
+        recipe=recipe,
     )
     return plan if recomputed is not None else plan.with_least_recomputation()
 
@@ -193,6 +206,35 @@ def check_weights_fit(plan: MemoryPlan) -> None:
         raise TrainingError(f"{what}\n{plan.table()}", hint=_last_resort(plan))
 
 
+def plan_for_gpu(recipe: Recipe, gibibytes: float) -> MemoryPlan:
+    """Plan the memory of a training on a GPU that need not be here, from the model's configuration alone. Rows are
+    taken to be full."""
+    family = open_family(recipe.model.source, revision=recipe.model.revision, codec=recipe.model.codec)
+    device, precision = torch.device("cuda"), choose_precision(recipe.train.precision, torch.device("cuda"), (8, 0))
+    tokens = recipe.data.row_tokens * recipe.train.micro_batch_size
+    available = int((gibibytes - DRIVER_GIBIBYTES) * 2**30)
+    batch = LargestBatch((typical_sequence(family, recipe),) * 2, recipe.data.row_tokens)
+    plan = replace(plan_memory(family, recipe, precision, device, batch, available=available), tokens=tokens)
+    return plan.with_least_recomputation() if plan.automatic else plan
+
+
+def typical_sequence(family: Family, recipe: Recipe) -> RenderedSequence:
+    """Make a sequence of usual proportions without a tokenizer, which a built-in configuration does not have."""
+    [clip, *_] = [part for turn in family.probe().turns for part in turn.parts if isinstance(part, AudioClip)]
+    is_speaking = any(name.startswith("code") for name in family.loss_terms)
+    text, audio, learned = 150, 500, 50
+    ids = np.full(text + audio, 5)
+    labels = np.full(text + audio, IGNORE_INDEX)
+    if recipe.needs_text_head or not is_speaking:
+        labels[-learned:] = 5
+    codes = np.zeros((audio, clip.codes.shape[1]), np.int64)
+    if is_speaking:
+        ids[text:] = family.config.audio_token_id
+    span = TokenSpan("audio", text - learned, text - learned + audio, "", supervised=is_speaking)
+    code_labels = codes if is_speaking else np.full_like(codes, IGNORE_INDEX)
+    return RenderedSequence("typical", ids, codes, labels, code_labels, (span,), audio / 25)
+
+
 def out_of_memory_error(plan: MemoryPlan, family: Family, recipe: Recipe, device: torch.device) -> TrainingError:
     """Make the error of a largest micro-batch that ran out of memory; its hint is the cheapest change that fits."""
 
@@ -202,15 +244,21 @@ def out_of_memory_error(plan: MemoryPlan, family: Family, recipe: Recipe, device
             return None
         return plan_memory(family, recipe, half, device, plan.batch, plan.world_size)
 
-    # The failed plan was too low: the next one must be well below it.
+    hint = cheapest_saving(plan, recipe, plan_in_half_precision)
+    return TrainingError(f"out of memory in the longest pass, {plan.tokens:,} tokens\n{plan.table()}", hint=hint)
+
+
+def cheapest_saving(
+    plan: MemoryPlan, recipe: Recipe, plan_in_half_precision: Callable[[], MemoryPlan | None] = lambda: None
+) -> str:
+    """Return what to type for a plan that does not fit, or has failed."""
+    # A plan that has failed was too low: the next one must be well below it.
     budget = USABLE_MEMORY_SHARE * min(plan.available, plan.total)
-    hint = _last_resort(plan)
     for changes, lighter in lighter_plans(plan, recipe, plan_in_half_precision):
         if lighter.total <= budget:
             settings = " ".join(f"--set {key}={value}" for key, value in changes.items())
-            hint = f"{settings}   which takes {format_bytes(lighter.total)}"
-            break
-    return TrainingError(f"out of memory in the longest pass, {plan.tokens:,} tokens\n{plan.table()}", hint=hint)
+            return f"{settings}   which takes {format_bytes(lighter.total)}"
+    return _last_resort(plan)
 
 
 class _Saving(NamedTuple):
@@ -270,7 +318,7 @@ def _last_resort(plan: MemoryPlan) -> str:
         smaller = "train a LoRA instead, --set adapt.mode=comprehensive"
     elif plan.precision == "fp32":
         smaller = "--set train.precision=auto"
-    elif plan.quantization != "nf4":
+    elif plan.recipe.model.quantization != "nf4":
         smaller = "--set model.quantization=nf4"
     return f"{smaller}, or use a device with more memory"
 
