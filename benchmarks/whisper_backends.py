@@ -195,7 +195,7 @@ def measure(backend: str, device: str, beams: int, windows: int, repeats: int) -
             for start in range(0, len(clips), BATCH_CLIPS):
                 batch = clips[start : start + BATCH_CLIPS]
                 decoded = asr.decode_clips(whisper, batch, ["en"] * len(batch), word_times=kind == KINDS[0])
-                texts += [" ".join(one.texts) for one in decoded]
+                texts += [" ".join(one.segments) for one in decoded]
             took.append(time.perf_counter() - began)
         result[kind] = {"audio-s/s": result["seconds of audio"] / min(took[1:]), "texts": texts}
     return result

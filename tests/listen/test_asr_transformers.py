@@ -81,7 +81,7 @@ def test_more_than_a_window_is_transcribed_to_its_end_and_loops_are_marked(folde
 
 def test_beams_of_five_and_the_language_that_was_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asr = ASR.open(str(folder))
-    model, calls = asr._backend._model, []
+    model, calls = asr._model, []
     generate = model.generate
 
     def spy(**options: Any) -> Any:
@@ -102,7 +102,7 @@ def test_beams_of_five_and_the_language_that_was_asked_for(folder: Path, monkeyp
 
 def test_reordering_beams_moves_their_own_cache_only(folder: Path) -> None:
     ours, theirs = ASR.open(str(folder)), ASR.open(str(folder))
-    del theirs._backend._model._reorder_cache
+    del theirs._model._reorder_cache
     for pitch in (150, 700, 2500):
         assert ours.transcribe(tone(pitch), RATE, "en") == theirs.transcribe(tone(pitch), RATE, "en")
     written, heard = DynamicCache(), DynamicCache()
@@ -110,7 +110,7 @@ def test_reordering_beams_moves_their_own_cache_only(folder: Path) -> None:
     for cache in (written, heard):
         cache.update(numbers, numbers, 0)
     same = heard.layers[0].keys
-    moved = ours._backend._model._reorder_cache(EncoderDecoderCache(written, heard), torch.tensor([4, 4, 0, 1, 2]))
+    moved = ours._model._reorder_cache(EncoderDecoderCache(written, heard), torch.tensor([4, 4, 0, 1, 2]))
     assert moved.self_attention_cache.layers[0].keys.flatten().tolist() == [4, 4, 0, 1, 2]
     assert moved.cross_attention_cache.layers[0].keys is same, "it is not copied"
 

@@ -78,7 +78,7 @@ def test_a_clip_has_the_same_words_alone_and_in_a_batch(asr: ASR) -> None:
 @pytest.mark.extras
 @pytest.mark.usefixtures("faster_whisper")
 def test_short_windows_are_hardly_longer_than_their_clips(asr: ASR, monkeypatch: pytest.MonkeyPatch) -> None:
-    whisper = asr._backend._whisper  # type: ignore[union-attr]
+    whisper = asr._whisper  # type: ignore[attr-defined]
     encode, shapes = whisper.encode, []
 
     def encode_any_width(features: Samples) -> object:
@@ -90,7 +90,7 @@ def test_short_windows_are_hardly_longer_than_their_clips(asr: ASR, monkeypatch:
     together = decode_clips(whisper, clips, ["en"] * 3, word_times=False, short_windows=True)
     assert [shape[0] for shape in shapes] == [1] * len(shapes)
     assert [shape[2] for shape in shapes[:3]] == [1000, 1500, 3000]
-    assert all(one.texts for one in together)
+    assert all(one.segments for one in together)
 
 
 @pytest.mark.extras
@@ -117,7 +117,7 @@ def test_silence_in_a_batch_is_not_given_to_the_recogniser(asr: ASR) -> None:
 def test_a_batch_that_does_not_fit_into_memory_is_halved(asr: ASR, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     encode = TorchWhisperNetwork.encode
-    whisper = asr._backend._whisper  # type: ignore[union-attr]
+    whisper = asr._whisper  # type: ignore[attr-defined]
 
     def small(features: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> torch.Tensor:
         sizes.append(len(features))
@@ -173,7 +173,7 @@ def cheapest(cost: npt.NDArray[np.float32], token: int, frame: int) -> float:
 
 def test_a_transcript_that_runs_to_its_limit_is_aligned(asr: ASR) -> None:
     """The transcript is one time and then letters to the end: an alignment has more tokens than were written."""
-    model, tokenizer = asr._backend._model, asr._backend._tokenizer.backend_tokenizer  # type: ignore[union-attr]
+    model, tokenizer = asr._model, asr._tokenizer.backend_tokenizer  # type: ignore[attr-defined]
     network = TorchWhisperNetwork(model, tokenizer)
     start = [tokenizer.token_to_id(f"<|{name}|>") for name in ("startoftranscript", "en", "transcribe")]
     end, first_time = tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|0.00|>")
@@ -202,7 +202,7 @@ def test_a_real_whisper_writes_the_tokens_that_transformers_beam_search_writes(t
     command = [sys.executable, str(ROOT / "tools/whisper_to_transformers.py"), str(WHISPER), str(tmp_path / "whisper")]
     subprocess.run(command, check=True)
     asr = ASR.open(str(tmp_path / "whisper"))
-    whisper, model = asr._backend._whisper, asr._backend._model  # type: ignore[union-attr]
+    whisper, model = asr._whisper, asr._model  # type: ignore[attr-defined]
     recordings = [read_audio(one.audio, sample_rate=RATE) for one in read_manifest(BUNDLED / "manifest.jsonl")[:7]]
     clips = [recordings[0], np.concatenate(recordings[1:4]), np.concatenate(recordings[4:])]
     generate, calls = whisper.model.generate, []

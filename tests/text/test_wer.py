@@ -196,7 +196,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_recogniser_has_no_randomness_and_no_memory(fake: Path) -> None:
     asr = ASR.open(str(fake))
-    whisper = asr._backend
+    whisper = asr
     assert isinstance(whisper, asr_module.FasterWhisper) and asr.name == "faster-whisper 1.0 faster 2"
     model = whisper._model
     assert model.folder == str(fake) and model.options["device"] == "cpu"
@@ -210,7 +210,7 @@ def test_a_recogniser_has_no_randomness_and_no_memory(fake: Path) -> None:
 def test_a_recogniser_is_on_the_device_that_was_asked_for(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     on_gpu = ASR.open(str(fake), "cuda:1")
-    asked = on_gpu._backend._model.options
+    asked = on_gpu._model.options
     assert (asked["device"], asked["device_index"], asked["compute_type"]) == ("cuda", 1, "float16")
     assert on_gpu.name == "faster-whisper 1.0 faster 2 float16" and not on_gpu.note
 

@@ -1,7 +1,5 @@
 """A curation from end to end: one pass that listens to recordings, and one that decides and exports the table."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
@@ -12,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import pyarrow as pa
 
@@ -61,7 +60,7 @@ class CurationIndex:
         save_text(folder / INDEX_FILE, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
 
     @classmethod
-    def load(cls, folder: Path) -> CurationIndex:
+    def load(cls, folder: Path) -> Self:
         try:
             tree = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
             return cls(tree["first_pass"], tree["models"], [IndexedRecording(**one) for one in tree["recordings"]])

@@ -4,8 +4,6 @@ Times are milliseconds of the part. A stretch is speech without a silence that i
 recogniser only tell which stretch they belong to, since two of three of their times fall inside speech.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Decision of a curation: which clips are kept and why others are not, from the table and the thresholds alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa

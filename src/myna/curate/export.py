@@ -1,7 +1,5 @@
 """Export of a curation: FLAC clips and the manifest that `myna prepare` reads, from the decided table."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ processes and writes each result to a file: under a temporary name, flushed and 
 current part, and repeated work gives equal bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -14,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +83,7 @@ class CurationModels:
     device: str = "cpu"
 
     @classmethod
-    def open(cls, settings: ListenSettings, threads: int = 0) -> CurationModels:
+    def open(cls, settings: ListenSettings, threads: int = 0) -> Self:
         def open_asr(name: str) -> ASR:
             return ASR.open(name, settings.device, threads=threads, float16=True)
 

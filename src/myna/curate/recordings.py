@@ -1,7 +1,5 @@
 """Recordings of a curation: found, decoded in blocks to mono at 24 kHz, and cut at pauses into parts kept as FLAC."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -9,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +108,7 @@ class DecodedRecording:
             fsync(temporary)
 
     @classmethod
-    def load(cls, folder: Path, file_hash: str) -> DecodedRecording | None:
+    def load(cls, folder: Path, file_hash: str) -> Self | None:
         """Load an earlier result; None if there is none, or if a part of it is gone."""
         try:
             path = folder / RECORDINGS_FOLDER / f"{file_hash}.json"

@@ -3,8 +3,6 @@
 The segments of the table tile each recording, which is checked.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 `listen` and `cut` belong to the first pass: changing them means listening again. All others decide again in seconds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

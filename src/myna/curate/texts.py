@@ -1,7 +1,5 @@
 """Texts of clips: scripts aligned to recognised words by edit distance, and measures of a text."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -5,17 +5,15 @@ together. A clip whose decoder stopped before its end has another window in the 
 not depend on the others beyond rounding.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +52,7 @@ class TimedWord:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TimedTranscript:
     """Transcript with the times of its words and the decoder's confidence."""
 
@@ -66,6 +64,8 @@ class TimedTranscript:
     """Mean log probability of the tokens, of the segment with the lowest."""
     compression_ratio: float = math.nan
     """Compression ratio of the segment with the highest."""
+    segments: tuple[str, ...] = ()
+    """Texts of the segments, also if the times of words were not asked for."""
 
     @property
     def text(self) -> str:
@@ -75,19 +75,18 @@ class TimedTranscript:
 class ASR:
     """Whisper with five beams, without sampling or context between clips: equal audio gives equal text."""
 
-    def __init__(self, backend: FasterWhisper | TransformersWhisper) -> None:
-        self._backend = backend
-        self.name = backend.name
-        """Identity of the weights, independent of their location. A transcript by another model is made again."""
-        self.note = backend.note
-        """Reason why the model is not on the requested device; empty if it is."""
-        self.batch_size = backend.batch_size
-        """Best number of clips per batch: 1 on a CPU, where two windows take twice the time of one."""
+    name: str
+    """Identity of the weights, independent of their location. A transcript by another model is made again."""
+    note = ""
+    """Reason why the model is not on the requested device; empty if it is."""
+    batch_size: int
+    """Best number of clips per batch: 1 on a CPU, where two windows take twice the time of one."""
+    _model: Any
 
-    @classmethod
+    @staticmethod
     def open(
-        cls, name_or_folder: str, device: str = "cpu", *, workers: int = 1, threads: int = 0, float16: bool = False
-    ) -> ASR:
+        name_or_folder: str, device: str = "cpu", *, workers: int = 1, threads: int = 0, float16: bool = False
+    ) -> "ASR":
         """Open a folder with a Whisper of CTranslate2 or of transformers (told by its files), or download one by name.
 
         `base` is a name of faster-whisper, `owner/name` one of the hub, and `transformers:base` the Whisper of that
@@ -100,8 +99,18 @@ class ASR:
         name = name_or_folder.removeprefix(TRANSFORMERS_PREFIX)
         folder = _folder(name, by_transformers=by_transformers)
         if not by_transformers and not is_transformers_whisper(folder):
-            return cls(FasterWhisper.open(folder, name, device, workers, threads))
-        return cls(TransformersWhisper.open(folder, name, str(pick_device(device)), float16=float16))
+            return FasterWhisper.load(folder, name, device, workers, threads)
+        return TransformersWhisper.load(folder, name, str(pick_device(device)), float16=float16)
+
+    def _read(self, clip: Samples, language: str | None) -> str:
+        """Return the text of one clip at 16 kHz."""
+        raise NotImplementedError
+
+    def _decode(
+        self, clips: Sequence[Samples], languages: Sequence[str | None], *, words: bool
+    ) -> list[TimedTranscript]:
+        """Transcribe clips at 16 kHz together."""
+        raise NotImplementedError
 
     def transcribe(self, samples: Samples, sample_rate: int, language: str | None = "en") -> Transcript:
         """Transcribe one clip. `language` is Whisper's code (en, ar, vi); None detects the language."""
@@ -109,14 +118,15 @@ class ASR:
         # Whisper invents text for silence: "I'm sorry" fifty times over, or thanks for watching.
         if is_silent(clip):
             return Transcript("", looped=False)
-        text = self._backend.transcribe(clip, language)
+        text = self._read(clip, language)
         return Transcript(text, is_loop(text))
 
     def transcribe_batch(
         self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
     ) -> list[Transcript]:
         """Transcribe many clips at once, each with its own language."""
-        texts = [" ".join(one.texts) for one in self._decode(clips, sample_rate, languages, words=False)]
+        decoded = self._decode_fitting(clips, sample_rate, languages, words=False)
+        texts = [" ".join(one.segments) for one in decoded]
         return [Transcript(text, is_loop(text)) for text in texts]
 
     def transcribe_words(self, samples: Samples, sample_rate: int, language: str | None = None) -> TimedTranscript:
@@ -128,31 +138,20 @@ class ASR:
         self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None]
     ) -> list[TimedTranscript]:
         """Transcribe many clips at once with the times of their words."""
-        return [
-            TimedTranscript(
-                tuple(TimedWord(*word) for word in one.words),
-                one.language,
-                one.language_probability,
-                min(one.avg_log_probs, default=math.nan),
-                max(one.compression_ratios, default=math.nan),
-            )
-            for one in self._decode(clips, sample_rate, languages, words=True)
-        ]
+        return self._decode_fitting(clips, sample_rate, languages, words=True)
 
-    def _decode(
+    def _decode_fitting(
         self, clips: Sequence[Samples], sample_rate: int, languages: Sequence[str | None], *, words: bool
-    ) -> list[DecodedClip]:
+    ) -> list[TimedTranscript]:
         """Decode a batch; halve it if it does not fit into the memory of the device."""
         waves = [as_mono_16khz(clip, sample_rate) for clip in clips]
         spoken = [index for index, wave in enumerate(waves) if not is_silent(wave)]
-        decoded = [DecodedClip("", math.nan) for _ in waves]
+        decoded = [TimedTranscript() for _ in waves]
         batches = [spoken] if spoken else []
         while batches:
             batch = batches.pop()
             try:
-                results = self._backend.decode(
-                    [waves[index] for index in batch], [languages[index] for index in batch], words=words
-                )
+                results = self._decode([waves[at] for at in batch], [languages[at] for at in batch], words=words)
             except RuntimeError as error:
                 if len(batch) == 1 or not is_out_of_memory(error):
                     raise
@@ -206,13 +205,13 @@ ASR_HINT = (
 )
 
 
-class FasterWhisper:
+class FasterWhisper(ASR):
     def __init__(self, model: Any, name: str, note: str = "") -> None:
         self._model, self.name, self.note = model, name, note
         self.batch_size = GPU_BATCH_CLIPS if model.model.device == "cuda" else 1
 
     @classmethod
-    def open(cls, folder: Path, name: str, device: str, workers: int, threads: int = 0) -> FasterWhisper:
+    def load(cls, folder: Path, name: str, device: str, workers: int, threads: int = 0) -> Self:
         """Open a folder; the `workers` threads that transcribe concurrently share the CPU cores."""
         faster_whisper = import_optional("faster_whisper", INSTALL)
         if missing := [file for file in REQUIRED_FILES if not (folder / file).is_file()]:
@@ -249,7 +248,7 @@ class FasterWhisper:
         precision = " float16" if on_gpu else ""  # another one may give another transcript
         return cls(model, f"faster-whisper {version('faster-whisper')} {Path(name).name} {size}{precision}", note)
 
-    def transcribe(self, clip: Samples, language: str | None) -> str:
+    def _read(self, clip: Samples, language: str | None) -> str:
         segments, _ = self._model.transcribe(
             clip,
             language=language,
@@ -260,7 +259,9 @@ class FasterWhisper:
         )
         return " ".join(segment.text.strip() for segment in segments)
 
-    def decode(self, clips: Sequence[Samples], languages: Sequence[str | None], *, words: bool) -> list[DecodedClip]:
+    def _decode(
+        self, clips: Sequence[Samples], languages: Sequence[str | None], *, words: bool
+    ) -> list[TimedTranscript]:
         short = not words and self._model.model.device == "cpu"
         return decode_clips(self._model, clips, languages, word_times=words, short_windows=short)
 
@@ -274,17 +275,15 @@ def download_faster_whisper(name: str) -> Path:
         raise ModelError(f"no ASR model {name} here, and it cannot be downloaded: {error}", hint=ASR_HINT) from error
 
 
-class TransformersWhisper:
+class TransformersWhisper(ASR):
     """Whisper by transformers, in fp32 unless float16 is asked for; batches use faster-whisper's procedure."""
-
-    note = ""
 
     def __init__(self, model: Any, features: Any, tokenizer: Any, name: str) -> None:
         self._model, self._features, self._tokenizer, self.name = model, features, tokenizer, name
         self.batch_size = GPU_BATCH_CLIPS if model.device.type == "cuda" else 1
 
     @classmethod
-    def open(cls, folder: Path, name: str, device: str, *, float16: bool = False) -> TransformersWhisper:
+    def load(cls, folder: Path, name: str, device: str, *, float16: bool = False) -> Self:
         from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration, WhisperTokenizer
 
         kind = read_json(folder / "config.json").get("model_type")
@@ -315,11 +314,13 @@ class TransformersWhisper:
     def _whisper(self) -> Any:
         return open_torch_whisper(self._model, self._tokenizer.backend_tokenizer, self._features.feature_size)
 
-    def decode(self, clips: Sequence[Samples], languages: Sequence[str | None], *, words: bool) -> list[DecodedClip]:
+    def _decode(
+        self, clips: Sequence[Samples], languages: Sequence[str | None], *, words: bool
+    ) -> list[TimedTranscript]:
         return decode_clips(self._whisper, clips, languages, word_times=words)
 
     @torch.inference_mode()
-    def transcribe(self, clip: Samples, language: str | None) -> str:
+    def _read(self, clip: Samples, language: str | None) -> str:
         config = self._model.generation_config
         options: dict[str, Any] = {}
         if getattr(config, "is_multilingual", True):
@@ -369,26 +370,11 @@ PREPENDED, APPENDED = "\"'“¿([{-", "\"'.。,，!！?？:：”)]}、"
 
 
 @dataclass(slots=True)
-class DecodedClip:
-    """Text of a clip with the decoder's confidence."""
-
-    language: str
-    language_probability: float = 1.0
-    """Probability of the detected language; 1 if it was given."""
-    texts: list[str] = field(default_factory=list)
-    """Text of each segment."""
-    words: list[tuple[str, float, float]] = field(default_factory=list)
-    """Words with the blank before each, start and end in seconds; empty unless requested."""
-    avg_log_probs: list[float] = field(default_factory=list)
-    compression_ratios: list[float] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class _Progress:
     """Progress of the decoding of one clip."""
 
     features: npt.NDArray[np.float32]
-    clip: DecodedClip
+    transcript: TimedTranscript
     frames: int
     tokenizer: Any = None
     position: int = 0
@@ -415,7 +401,7 @@ def decode_clips(
     *,
     word_times: bool,
     short_windows: bool = False,
-) -> list[DecodedClip]:
+) -> list[TimedTranscript]:
     """Transcribe clips at 16 kHz by a `faster_whisper.WhisperModel`; None as the language detects it.
 
     With `short_windows` a clip has a window that is hardly longer than it instead of 30 s, and clips are taken one by
@@ -423,12 +409,12 @@ def decode_clips(
     """
     states = []
     for clip, language in zip(clips, languages, strict=True):
-        features = whisper.feature_extractor(clip)
-        states.append(_Progress(features, DecodedClip(language or ""), features.shape[-1] - 1))
+        features, transcript = whisper.feature_extractor(clip), TimedTranscript((), language or "", 1.0)
+        states.append(_Progress(features, transcript, features.shape[-1] - 1))
     while pending := [state for state in states if state.frames - state.position >= MIN_WINDOW_FRAMES]:
         for batch in [[state] for state in pending] if short_windows else [pending]:
             _decode_windows(whisper, batch, word_times=word_times, short=short_windows)
-    return [state.clip for state in states]
+    return [state.transcript for state in states]
 
 
 def _decode_windows(whisper: Any, states: list[_Progress], *, word_times: bool, short: bool) -> None:
@@ -496,24 +482,26 @@ def _decode_windows(whisper: Any, states: list[_Progress], *, word_times: bool, 
         for segment in found:
             text = state.tokenizer.decode(segment["tokens"])
             if segment["start"] != segment["end"] and text.strip():
-                state.clip.texts.append(text.strip())
-                state.clip.words += [(word["word"], word["start"], word["end"]) for word in segment.get("words", ())]
-                state.clip.avg_log_probs.append(score)
-                state.clip.compression_ratios.append(package.get_compression_ratio(whole))
+                done, words = state.transcript, segment.get("words", ())
+                done.segments += (text.strip(),)
+                done.words += tuple(TimedWord(word["word"], word["start"], word["end"]) for word in words)
+                done.avg_log_prob = float(np.fmin(done.avg_log_prob, score))
+                ratio = package.get_compression_ratio(whole)
+                done.compression_ratio = float(np.fmax(done.compression_ratio, ratio))
 
 
 def _set_languages(whisper: Any, states: list[_Progress], encoded: Any) -> None:
     package = import_optional("faster_whisper.tokenizer")
     multilingual = whisper.model.is_multilingual
-    if multilingual and not all(state.clip.language for state in states):
+    if multilingual and not all(state.transcript.language for state in states):
         for state, [(token, probability), *_] in zip(states, whisper.model.detect_language(encoded), strict=True):
-            if not state.clip.language:
-                state.clip.language, state.clip.language_probability = token[2:-2], probability
+            if not state.transcript.language:
+                state.transcript.language, state.transcript.language_probability = token[2:-2], probability
     for state in states:
         if state.tokenizer is None:
-            state.clip.language = state.clip.language if multilingual else "en"
+            language = state.transcript.language = state.transcript.language if multilingual else "en"
             state.tokenizer = package.Tokenizer(
-                whisper.hf_tokenizer, multilingual, task="transcribe", language=state.clip.language
+                whisper.hf_tokenizer, multilingual, task="transcribe", language=language
             )
 
 
@@ -526,11 +514,11 @@ def _add_words(
         for state, found in zip(states, segments, strict=True)
     ]
     # An alignment begins with the tokens of one language, so a batch of several is aligned once for each.
-    for language in dict.fromkeys(state.clip.language for state in states):
-        tokenizer = next(state.tokenizer for state in states if state.clip.language == language)
+    for language in dict.fromkeys(state.transcript.language for state in states):
+        tokenizer = next(state.tokenizer for state in states if state.transcript.language == language)
         aligned = whisper.find_alignment(tokenizer, tokens, encoded, sizes)
         for state, found, size, words in zip(states, segments, sizes, aligned, strict=True):
-            if state.clip.language == language and found:
+            if state.transcript.language == language and found:
                 stand_in = _Alignment(whisper.frames_per_second, words)
                 type(whisper).add_word_timestamps(
                     stand_in, [found], tokenizer, encoded, size, PREPENDED, APPENDED, state.last_word_end

@@ -5,12 +5,11 @@ are those of the published checkpoint; its sinc filters are weights of a plain c
 (`myna setup curation`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +57,7 @@ class SegmentationNetwork(nn.Module):
         self.classifier = nn.Linear(128, len(POWERSET))
 
     @classmethod
-    def open(cls, file: Path, device: str = "cpu") -> SegmentationNetwork:
+    def open(cls, file: Path, device: str = "cpu") -> Self:
         return load_network(cls(), file, device, hint=remake_hint(file))
 
     def forward(self, waves: torch.Tensor) -> torch.Tensor:

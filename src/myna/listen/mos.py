@@ -5,12 +5,10 @@ for calls and rates noise and damage: clean speech has about 3.3. `DNSMOS` runs 
 others publish; `DNSMOSNetwork` is DNSMOS P.835 in plain torch, for curation.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -37,7 +35,7 @@ class DistillMOS:
         self._model, self._device = model, device
 
     @classmethod
-    def open(cls, device: str = "cpu") -> DistillMOS:
+    def open(cls, device: str = "cpu") -> Self:
         wheel = importlib.util.find_spec("distillmos")
         if wheel is None or wheel.origin is None:
             raise ConfigError("distillmos cannot be imported: there is no such package", hint=INSTALL_DISTILLMOS)
@@ -106,7 +104,7 @@ class DNSMOS:
         self._run = run
 
     @classmethod
-    def open(cls) -> DNSMOS:
+    def open(cls) -> Self:
         return cls(import_optional("speechmos.dnsmos", *INSTALL_DNSMOS).run)
 
     def score(self, samples: Samples, sample_rate: int) -> float:
@@ -148,7 +146,7 @@ class DNSMOSNetwork(nn.Module):
         self.dense = nn.ModuleList([nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, len(CALIBRATIONS))])
 
     @classmethod
-    def open(cls, file: Path, device: str = "cpu") -> DNSMOSNetwork:
+    def open(cls, file: Path, device: str = "cpu") -> Self:
         network = load_network(cls(), file, device, hint=remake_hint(file))
         for layer in network.convolutions:  # two thirds of the time on a CPU
             layer.weight = nn.Parameter(

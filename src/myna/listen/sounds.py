@@ -7,11 +7,9 @@ speech-to-noise ratio: the power of its output over the power of what it removed
 is only measured, and never trained on.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -116,7 +114,7 @@ class SpeechMusicNoiseNetwork(nn.Module):
         self.layers.append(nn.Linear(256, len(CLASSES)))
 
     @classmethod
-    def open(cls, file: Path, device: str = "cpu") -> SpeechMusicNoiseNetwork:
+    def open(cls, file: Path, device: str = "cpu") -> Self:
         return load_network(cls(), file, device, hint=remake_hint(file))
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
@@ -207,7 +205,7 @@ class DeepFilterNet:
         self._encoder, self._erb_decoder, self._filter_decoder = encoder, erb_decoder, filter_decoder
 
     @classmethod
-    def open(cls, folder: Path, threads: int = 0) -> DeepFilterNet:
+    def open(cls, folder: Path, threads: int = 0) -> Self:
         return cls(*(open_onnx(folder / f"deepfilternet3_{part}.onnx", threads) for part in PARTS))
 
     def snr_db(self, samples: Samples, sample_rate: int) -> float:

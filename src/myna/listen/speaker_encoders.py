@@ -1,12 +1,10 @@
 """Speaker encoders, opened by name or by what a folder holds, and similarity of their embeddings."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +106,7 @@ class ResemblyzerEncoder:
         self._encoder, self._preprocess = encoder, preprocess
 
     @classmethod
-    def open(cls, device: str = "cpu") -> ResemblyzerEncoder:
+    def open(cls, device: str = "cpu") -> Self:
         resemblyzer = import_optional("resemblyzer", *RESEMBLYZER_INSTALL)
         return cls(resemblyzer.VoiceEncoder(device, verbose=False), resemblyzer.preprocess_wav)
 
@@ -134,7 +132,7 @@ class WavLMEncoder:
         self._model, self._features, self.name = model, features, name
 
     @classmethod
-    def open(cls, folder: Path, name: str, device: str = "cpu") -> WavLMEncoder:
+    def open(cls, folder: Path, name: str, device: str = "cpu") -> Self:
         from transformers import AutoFeatureExtractor, WavLMForXVector
 
         architectures = read_json(folder / "config.json").get("architectures") or ["nothing"]
@@ -186,14 +184,14 @@ CONVERT_HINT = (
 
 
 class EcapaEncoder:
-    def __init__(self, network: EcapaNetwork, name: str) -> None:
+    def __init__(self, network: "EcapaNetwork", name: str) -> None:
         self._network, self.name = network, name
         self._device = network.get_buffer("filters").device
         # On a CPU two clips take twice the time of one.
         self.batch_size = 1 if self._device.type == "cpu" else GPU_BATCH_CLIPS
 
     @classmethod
-    def open(cls, path: Path, device: str = "cpu") -> EcapaEncoder:
+    def open(cls, path: Path, device: str = "cpu") -> Self:
         """Open a safetensors file with SpeechBrain's tensor names, or the folder of one."""
         file = _weights_file(path)
         hint = "give the weights of SpeechBrain's spkrec-ecapa-voxceleb under their own names"

@@ -6,8 +6,6 @@ with early stopping, a length penalty of 1, and Whisper's rules for times: in pa
 together are more probable than any text.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence

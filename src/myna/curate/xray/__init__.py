@@ -3,8 +3,6 @@
 The page opens from disk, plays what lies beside it, and moves thresholds without a server.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -3,8 +3,6 @@
 A threshold lies on an edge of two bins, so hours on either side of any edge are exact, and the page can move it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Numbers of an X-ray: hours by reason, measures, speakers, recordings, texts, duplicates."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from collections import Counter

@@ -1,7 +1,5 @@
 """Source of an X-ray: a table of segments, a stratified sample of audible pieces, and timelines of recordings."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
