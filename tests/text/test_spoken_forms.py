@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myna.curate.export import add_diacritics
+from myna.curate.second_pass import add_diacritics
 from myna.text.spoken_forms import (
     normalise_spoken_text,
     number_words,

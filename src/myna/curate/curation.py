@@ -19,7 +19,7 @@ from myna.core.errors import ConfigError, DataError
 from myna.core.io import claim_folder, lock_folder, save_text
 from myna.core.pools import Pool, open_pool
 from myna.core.progress import ProgressCallback, silent
-from myna.curate import export, first_pass, second_pass
+from myna.curate import first_pass, second_pass
 from myna.curate.decision import THRESHOLDS, decide
 from myna.curate.first_pass import NO_ASR, CurationModels, CurationWorker, OpenModels, Part, findings_path
 from myna.curate.recordings import CURATION_RATE, DecodedRecording, RecordingFile, find_recordings
@@ -122,9 +122,9 @@ def run_curation(
                 )
         table = _decide_table(out, index, settings, open_models, notes)
         progress("deciding", 1, 1)
-        export.write_clips(out, table, progress)
+        second_pass.write_clips(out, table, progress)
         second_pass.write_segments(out, table)
-        write_manifest(out / MANIFEST_FILE, export.utterances_of(out, table))
+        write_manifest(out / MANIFEST_FILE, second_pass.utterances_of(out, table))
         settings.save(out)
     result = summarize(out, table)
     costly = [(reason, seconds) for reason, seconds in result.dropped.items() if reason in THRESHOLDS]
@@ -224,9 +224,9 @@ def _decide_table(
     corrections = load_corrections(out, notes.append)
     table = apply_corrections(table, corrections, notes.append)
     table = apply_hand_decisions(decide(table, settings), corrections)
-    table = export.add_diacritics(table) if settings.text.diacritics else table
-    table = export.name_clips(second_pass.loudness_gains(table, settings.loudness))
-    return export.assign_splits(table, out, settings.split)
+    table = second_pass.add_diacritics(table) if settings.text.diacritics else table
+    table = second_pass.name_clips(second_pass.loudness_gains(table, settings.loudness))
+    return second_pass.assign_splits(table, out, settings.split)
 
 
 def summarize(folder: Path, table: pa.Table) -> CurationResult:

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from myna.curate.settings import CurateSettings
-from myna.data.segments import DROP_REASONS, DropReason, set_columns
+from myna.data.segments import DROP_REASONS, DropReason, codes_of, lengths_ms, set_columns, values_of
 from myna.text.normalization import base_language
 
 MIN_MUSIC_GAP_SHARE = 0.5
@@ -61,12 +61,11 @@ def _reasons(table: pa.Table, settings: CurateSettings) -> dict[DropReason, Bool
     clip = _strings(table, "kind") == "clip"
 
     def measure(name: str) -> FloatArray:
-        return np.asarray(table[name].to_numpy(), np.float64)
+        return np.asarray(values_of(table, name), np.float64)
 
-    starts, ends = table["start_ms"].to_numpy(), table["end_ms"].to_numpy()
-    seconds = (ends - starts) / 1000
+    starts, ends, seconds = values_of(table, "start_ms"), values_of(table, "end_ms"), lengths_ms(table) / 1000
     text = _strings(table, "text")
-    codes = table["recording"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    codes = codes_of(table, "recording")
     recording_ends = np.zeros(int(codes.max(initial=-1)) + 1, np.int64)
     np.maximum.at(recording_ends, codes, ends)
     at_start, at_end = starts == 0, ends == recording_ends[codes]
@@ -126,10 +125,10 @@ def _wrong_language(table: pa.Table, settings: CurateSettings) -> BoolArray:
     names = np.array([base_language(name) for name in _strings(table, "language")], object)
     wanted = {base_language(name) for name in settings.keep.languages}
     if not wanted and (names != "").any():
-        seconds = table["end_ms"].to_numpy() - table["start_ms"].to_numpy()
+        lengths = lengths_ms(table)
         present = sorted(set(names[names != ""]))
-        wanted = {max(present, key=lambda name: int(seconds[names == name].sum()))}
-    unsure = np.asarray(table["language_probability"].to_numpy() < settings.keep.min_language_probability)
+        wanted = {max(present, key=lambda name: int(lengths[names == name].sum()))}
+    unsure = np.asarray(values_of(table, "language_probability") < settings.keep.min_language_probability)
     return np.asarray((names != "") & (~np.isin(names, list(wanted)) | unsure), np.bool_)
 
 
@@ -138,8 +137,7 @@ def _implausible_pace(table: pa.Table, pace: FloatArray, settings: CurateSetting
     far = np.zeros(len(table), np.bool_)
     if settings.keep.pace_iqr is None:
         return far
-    encoded = table["speaker"].combine_chunks().dictionary_encode()
-    codes = encoded.indices.to_numpy(zero_copy_only=False)
+    codes = codes_of(table, "speaker")
     order = np.argsort(codes, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1):
         known = rows[np.isfinite(pace[rows])]

@@ -1,11 +1,14 @@
-"""Second pass: the rows of all parts in one table, with linked speakers, duplicates and gains.
+"""Second pass: the rows of all parts in one table, with linked speakers, duplicates and gains; then clips and manifest.
 
-The segments of the table tile each recording, which is checked.
+The segments of the table tile each recording, which is checked. `myna prepare` reads the manifest.
 """
 
 import math
+import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,16 +16,22 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+import soundfile
 
-from myna.audio.files import read_audio
+from myna.audio.files import read_audio, write_audio
 from myna.core.errors import DataError
-from myna.core.io import atomic_write, fsync
+from myna.core.io import atomic_write, fsync, safe_file_name
+from myna.core.progress import ProgressCallback, silent
 from myna.curate.first_pass import CurationModels, Part, cosine, segment_id
-from myna.curate.recordings import DecodedRecording, RecordingFile
-from myna.curate.settings import LoudnessSettings, SpeakerSettings
-from myna.data.segments import SCHEMA, TABLE_FILE, empty_row, set_columns
+from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, DecodedRecording, RecordingFile
+from myna.curate.settings import HoldOutSettings, LoudnessSettings, SpeakerSettings
+from myna.data.manifest import Utterance
+from myna.data.segments import SCHEMA, TABLE_FILE, empty_row, lengths_ms, set_columns, values_of
+from myna.data.split import assign_subsets
 from myna.listen.diarization import LINKED_SPEAKER_COSINE, NOBODY, cluster_embeddings, fewest_seconds
 from myna.listen.fingerprints import find_duplicates
+from myna.text.normalization import base_language
+from myna.text.spoken_forms import normalise_spoken_text
 
 ROW_GROUP_ROWS = 100_000
 
@@ -80,8 +89,7 @@ def _whole_row(file: RecordingFile, decoded: DecodedRecording, start: int, reaso
 
 def check_tiling(table: pa.Table, durations: Mapping[str, int]) -> None:
     """Check that every millisecond of every recording is in exactly one row."""
-    names = table["recording"].to_numpy(zero_copy_only=False)
-    starts, ends = table["start_ms"].to_numpy(), table["end_ms"].to_numpy()
+    names, starts, ends = (values_of(table, name) for name in ("recording", "start_ms", "end_ms"))
     first = np.flatnonzero(np.r_[True, names[1:] != names[:-1]]) if len(names) else np.empty(0, np.int64)
     last = np.r_[first[1:] - 1, len(names) - 1] if len(names) else first
     joined = np.ones(len(names), np.bool_)
@@ -108,7 +116,7 @@ MIN_COVERED_SHARE = 0.5
 
 def mark_duplicates(table: pa.Table) -> pa.Table:
     """Set `duplicate_of` of clips that mostly occurred before to the clip that holds most of them."""
-    clips = np.flatnonzero(table["kind"].to_numpy(zero_copy_only=False) == "clip")
+    clips = np.flatnonzero(values_of(table, "kind") == "clip")
     found: dict[int, list[tuple[float, float, int]]] = {}
     for match in find_duplicates(table["fingerprint"].take(clips).to_pylist()):
         (start, earlier), (again, later) = (match.first_start, match.first), (match.second_start, match.second)
@@ -116,7 +124,7 @@ def mark_duplicates(table: pa.Table) -> pa.Table:
             again, earlier, later = start, later, earlier
         if earlier != later:
             found.setdefault(later, []).append((again, again + match.seconds, earlier))
-    seconds = (table["end_ms"].to_numpy() - table["start_ms"].to_numpy()) / 1000
+    seconds = lengths_ms(table) / 1000
     ids, original = table["id"].to_pylist(), table["duplicate_of"].to_pylist()
     for later, spans in found.items():
         row = int(clips[later])
@@ -158,7 +166,7 @@ def link_table_speakers(
     for row in voiced:
         by_turn.setdefault((parts[row], locals_[row], -1 if locals_[row] else row), []).append(row)
     groups = [(bool(local), rows) for (_, local, _), rows in by_turn.items()]
-    seconds = (table["end_ms"].to_numpy() - table["start_ms"].to_numpy()) / 1000
+    seconds = lengths_ms(table) / 1000
     vectors = np.array([embeddings[row] for row in voiced], np.float32)
     vector_of = dict(zip(voiced, vectors, strict=True))
     means = np.array([_mean([vector_of[row] for row in rows], seconds[rows]) for _, rows in groups], np.float32)
@@ -189,7 +197,7 @@ def _marginal(
     table: pa.Table, labels: npt.NDArray[np.int64], groups: Sequence[list[int]], min_share: float
 ) -> set[int]:
     """Return the labels without a speaker, and those with too little speech in every recording."""
-    length = table["end_ms"].to_numpy() - table["start_ms"].to_numpy()
+    length = lengths_ms(table)
     recordings = table["recording"].to_pylist()
     spoken: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for label, rows in zip(labels.tolist(), groups, strict=True):
@@ -211,10 +219,10 @@ def _mean(vectors: Sequence[FloatArray], weights: npt.NDArray[np.float64]) -> Fl
 def loudness_gains(table: pa.Table, settings: LoudnessSettings) -> pa.Table:
     """Set `gain_db`: one gain for the kept clips of each speaker in each recording, to a tenth of a decibel."""
     gain = np.full(len(table), math.nan, np.float32)
-    kept = np.flatnonzero(table["status"].to_numpy(zero_copy_only=False) == "kept")
+    kept = np.flatnonzero(values_of(table, "status") == "kept")
     speakers, recordings = table["speaker"].to_pylist(), table["recording"].to_pylist()
-    loudness, peak = table["loudness_lufs"].to_numpy(), table["peak_dbfs"].to_numpy()
-    seconds = (table["end_ms"].to_numpy() - table["start_ms"].to_numpy()) / 1000
+    loudness, peak = values_of(table, "loudness_lufs"), values_of(table, "peak_dbfs")
+    seconds = lengths_ms(table) / 1000
     groups: dict[tuple[str, str], list[int]] = {}
     for row in kept.tolist():
         groups.setdefault((speakers[row], recordings[row]), []).append(row)
@@ -228,3 +236,97 @@ def loudness_gains(table: pa.Table, settings: LoudnessSettings) -> pa.Table:
         wanted = min(settings.target_lufs - 10 * math.log10(power), float(headroom))
         gain[rows] = math.floor(10 * wanted) / 10
     return set_columns(table, {"gain_db": gain})
+
+
+CLIPS_FOLDER = "clips"
+
+
+def name_clips(table: pa.Table) -> pa.Table:
+    """Set the file of each kept clip. The name follows from the contents, so that an existing file is right."""
+    clip = np.full(len(table), "", object)
+    for row in _kept(table, ("recording_hash", "start_ms", "end_ms", "gain_db", "speaker")):
+        content = segment_id(row["recording_hash"], row["start_ms"], row["end_ms"])
+        gain = round(10 * row["gain_db"])
+        clip[row["row"]] = f"{CLIPS_FOLDER}/{safe_file_name(row['speaker'])}/{content}{gain:+d}.flac"
+    return set_columns(table, {"clip": clip})
+
+
+def _kept(table: pa.Table, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    kept = np.flatnonzero(values_of(table, "status") == "kept")
+    for row, number in zip(table.select(columns).take(kept).to_pylist(), kept.tolist(), strict=True):
+        yield row | {"row": number}
+
+
+def add_diacritics(table: pa.Table) -> pa.Table:
+    """Add vowel signs to the normalised text of kept Arabic clips."""
+    columns = (table[name].to_pylist() for name in ("normalised_text", "language", "status"))
+    spoken = [
+        normalise_spoken_text(text, language, diacritics=True)
+        if text and status == "kept" and base_language(language) == "ar"
+        else text
+        for text, language, status in zip(*columns, strict=True)
+    ]
+    return set_columns(table, {"normalised_text": spoken})
+
+
+def write_clips(folder: Path, table: pa.Table, progress: ProgressCallback = silent) -> None:
+    """Write the missing clips, then remove those that are no longer kept."""
+    by_part: dict[str, list[dict[str, Any]]] = {}
+    wanted = set()
+    for row in _kept(table, ("audio", "audio_start_ms", "start_ms", "end_ms", "gain_db", "clip")):
+        wanted.add(row["clip"])
+        if not (folder / row["clip"]).is_file():
+            by_part.setdefault(row["audio"], []).append(row)
+    total = sum(map(len, by_part.values()))
+    done = 0
+
+    def write_part(audio: str) -> int:
+        with soundfile.SoundFile(folder / audio) as file:
+            for row in by_part[audio]:
+                file.seek(row["audio_start_ms"] * SAMPLES_PER_MS)
+                samples = file.read((row["end_ms"] - row["start_ms"]) * SAMPLES_PER_MS, dtype="float32")
+                write_audio(folder / row["clip"], samples * np.float32(10 ** (row["gain_db"] / 20)), CURATION_RATE)
+        return len(by_part[audio])
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for count in pool.map(write_part, by_part):
+            done += count
+            progress("writing clips", done, total)
+    for path in (folder / CLIPS_FOLDER).glob("*/*.flac"):
+        if path.relative_to(folder).as_posix() not in wanted:
+            path.unlink()
+    for path in (folder / CLIPS_FOLDER).glob("*/"):
+        with suppress(OSError):  # not empty
+            path.rmdir()
+
+
+def utterances_of(folder: Path, table: pa.Table) -> list[Utterance]:
+    """Return kept clips as utterances, in the order of the table."""
+    utterances = []
+    names = ("id", "recording", "start_ms", "end_ms", "clip", "speaker", "text", "normalised_text", "language")
+    for row in _kept(table, names):
+        extras = {key: row[key] for key in ("recording", "start_ms", "end_ms")}
+        if row["normalised_text"] != row["text"]:
+            extras["normalised_text"] = row["normalised_text"]
+        utterances.append(
+            Utterance(row["id"], folder / row["clip"], row["text"], row["speaker"], row["language"], None, extras)
+        )
+    return utterances
+
+
+def assign_splits(table: pa.Table, folder: Path, settings: HoldOutSettings) -> pa.Table:
+    """Set `split` to what `myna split` will hold out of the kept clips with equal numbers and seed."""
+    utterances = utterances_of(folder, table)
+    subset_of: dict[str, str] = {}
+    if utterances:
+        # The requested number, but at most a tenth of all texts.
+        texts = min(settings.texts, len({utterance.text for utterance in utterances}) // 10)
+        try:
+            subset_of |= assign_subsets(
+                utterances, lambda one: one.id, speakers=settings.speakers, texts=texts, seed=settings.seed
+            ).subset_of
+        except DataError as error:
+            hint = "hold out fewer: --set split.texts=0 --set split.speakers=0"
+            raise DataError(f"the kept clips cannot be split: {error.what}", hint=hint) from None
+    split = [subset_of.get(id, "") for id in table["id"].to_pylist()]
+    return set_columns(table, {"split": split})

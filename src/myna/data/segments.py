@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 DropReason = Literal[
@@ -65,6 +67,23 @@ def empty_row() -> dict[str, Any]:
     """Return an empty row: empty strings and lists, NaN for measures."""
     empty = {"string": "", "float": math.nan, "int64": 0, "binary": b""}
     return {column.name: empty.get(str(column.type), []) for column in SCHEMA}
+
+
+def values_of(table: pa.Table, name: str) -> npt.NDArray[Any]:
+    """Return a column as an array."""
+    values: npt.NDArray[Any] = table[name].to_numpy(zero_copy_only=False)
+    return values
+
+
+def codes_of(table: pa.Table, name: str) -> npt.NDArray[Any]:
+    """Return for each row the number of its value among the different values of a column."""
+    codes: npt.NDArray[Any] = table[name].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    return codes
+
+
+def lengths_ms(table: pa.Table) -> npt.NDArray[np.int64]:
+    """Return the milliseconds of each row."""
+    return np.asarray(values_of(table, "end_ms") - values_of(table, "start_ms"), np.int64)
 
 
 def set_columns(table: pa.Table, columns: Mapping[str, Any]) -> pa.Table:

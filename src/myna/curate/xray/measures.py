@@ -15,6 +15,7 @@ import pyarrow as pa
 from myna.curate.decision import MIN_LOOP_WORDS, TYPICAL_WORD_CHARACTERS, decide
 from myna.curate.xray.source import XraySource
 from myna.data.corrections import apply_hand_decisions
+from myna.data.segments import codes_of, lengths_ms, values_of
 
 BINS = 60
 """Approximate number of bins between the ends of the common values."""
@@ -72,9 +73,9 @@ def measure_histograms(source: XraySource) -> list[dict[str, Any]]:
     Also given are the milliseconds that are kept, and those that only this measure's threshold could drop.
     """
     table = source.table
-    is_clip = table["kind"].to_numpy(zero_copy_only=False) == "clip"
+    is_clip = values_of(table, "kind") == "clip"
     table = table.filter(pa.array(is_clip))
-    lengths = (table["end_ms"].to_numpy() - table["start_ms"].to_numpy()).astype(np.int64)
+    lengths = lengths_ms(table)
     kept = _is_kept(table)
     histograms = []
     for info in MEASURE_INFOS:
@@ -161,10 +162,10 @@ def bin_edges(values: FloatArray, limits: Sequence[float]) -> FloatArray:
 
 def _values(table: pa.Table, column: str) -> FloatArray:
     def measure(name: str) -> FloatArray:
-        return np.asarray(table[name].to_numpy(zero_copy_only=False), np.float64)
+        return np.asarray(values_of(table, name), np.float64)
 
     if column == "seconds":
-        return np.asarray((measure("end_ms") - measure("start_ms")) / 1000)
+        return np.asarray(lengths_ms(table) / 1000)
     if column == "lowest_similarity":
         ends = np.fmin(measure("start_speaker_similarity"), measure("end_speaker_similarity"))
         return np.asarray(np.fmin(ends, measure("speaker_similarity")))
@@ -178,7 +179,7 @@ def _values(table: pa.Table, column: str) -> FloatArray:
 
 
 def _is_kept(table: pa.Table) -> npt.NDArray[np.bool_]:
-    return np.asarray(table["status"].to_numpy(zero_copy_only=False) == "kept", np.bool_)
+    return np.asarray(values_of(table, "status") == "kept", np.bool_)
 
 
 SHOWN_SPEAKERS = 24
@@ -202,12 +203,11 @@ Embeddings = npt.NDArray[np.float32]
 def speaker_summary(source: XraySource) -> dict[str, Any]:
     """Return the hours of each speaker, and measures of their embeddings."""
     table = source.table
-    is_kept = table["status"].to_numpy(zero_copy_only=False) == "kept"
-    names_of = table["speaker"].to_numpy(zero_copy_only=False)
+    is_kept, names_of = _is_kept(table), values_of(table, "speaker")
     ids = table["id"]
-    lengths = table["end_ms"].to_numpy() - table["start_ms"].to_numpy()
-    recordings = table["recording"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
-    named = np.flatnonzero((names_of != "") & (table["kind"].to_numpy(zero_copy_only=False) == "clip"))
+    lengths = lengths_ms(table)
+    recordings = codes_of(table, "recording")
+    named = np.flatnonzero((names_of != "") & (values_of(table, "kind") == "clip"))
     names, codes = np.unique(names_of[named].astype(str), return_inverse=True)
     row_code = np.full(len(table), -1)
     row_code[named] = codes

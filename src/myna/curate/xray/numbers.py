@@ -9,7 +9,6 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from rapidfuzz.distance import Levenshtein
@@ -19,7 +18,7 @@ from myna.curate.decision import decide
 from myna.curate.xray.measures import measure_histograms, missing_measures, speaker_summary
 from myna.curate.xray.source import XraySource
 from myna.data.corrections import apply_hand_decisions, is_corrected
-from myna.data.segments import DROP_REASONS
+from myna.data.segments import DROP_REASONS, lengths_ms, values_of
 from myna.data.split import SPEAKERS, TEXTS, TRAIN
 from myna.text.normalization import UNSPACED, alphanumeric, base_language
 
@@ -57,7 +56,7 @@ def xray_numbers(source: XraySource, tokenizer: Any = None, progress: ProgressCa
     progress("X-ray", 4, stages)
     copies = table.filter(pc.not_equal(table["duplicate_of"], ""))
     kept_copies = int(pc.sum(pc.equal(copies["status"], KEPT)).as_py() or 0)
-    numbers["duplicates"] = {"segments": len(copies), "ms": int(_lengths(copies).sum()), "kept": kept_copies}
+    numbers["duplicates"] = {"segments": len(copies), "ms": int(lengths_ms(copies).sum()), "kept": kept_copies}
     numbers["splits"] = _splits(kept)
     numbers["corrections"] = len(source.corrections)
     numbers["settings"] = source.settings.model_dump(mode="json") if source.is_curated else None
@@ -71,15 +70,14 @@ def xray_numbers(source: XraySource, tokenizer: Any = None, progress: ProgressCa
 
 def hours_by_reason(table: pa.Table) -> dict[str, Any]:
     """Return the milliseconds of all recordings by their outcome; the sum is the length of all recordings."""
-    lengths = _lengths(table)
+    lengths = lengths_ms(table)
     reasons = pc.if_else(pc.equal(table["status"], KEPT), KEPT, table["reason"])
     columns = pa.table({"reason": reasons, "ms": lengths})
     grouped = columns.group_by("reason").aggregate([("ms", "sum"), ("ms", "count")]).to_pylist()
     order = {reason: n for n, reason in enumerate((KEPT, *DROP_REASONS))}
     parts = [{"reason": row["reason"], "ms": row["ms_sum"], "segments": row["ms_count"]} for row in grouped]
     parts.sort(key=lambda part: (part["reason"] != KEPT, -part["ms"], order.get(part["reason"], len(order))))
-    names = table["recording"].to_numpy(zero_copy_only=False)
-    starts, ends = table["start_ms"].to_numpy(), table["end_ms"].to_numpy()
+    names, starts, ends = (values_of(table, name) for name in ("recording", "start_ms", "end_ms"))
     # Segments follow one another from 0 on, or sums over their recording would be wrong.
     expected = np.where(np.r_[False, names[1:] == names[:-1]], np.r_[0, ends[:-1]], 0) if len(names) else starts
     return {
@@ -92,19 +90,15 @@ def hours_by_reason(table: pa.Table) -> dict[str, Any]:
     }
 
 
-def _lengths(table: pa.Table) -> npt.NDArray[np.int64]:
-    return np.asarray(table["end_ms"].to_numpy() - table["start_ms"].to_numpy(), np.int64)
-
-
 def _milliseconds_by(table: pa.Table, column: str) -> dict[str, int]:
-    grouped = pa.table({"key": table[column], "ms": _lengths(table)}).group_by("key").aggregate([("ms", "sum")])
+    grouped = pa.table({"key": table[column], "ms": lengths_ms(table)}).group_by("key").aggregate([("ms", "sum")])
     pairs = zip(grouped["key"].to_pylist(), grouped["ms_sum"].to_pylist(), strict=True)
     return {str(key): int(ms) for key, ms in sorted(pairs, key=lambda pair: -pair[1])}
 
 
 def _recordings(table: pa.Table) -> dict[str, Any]:
     """Return the recordings in order of decreasing loss."""
-    lengths, is_kept = _lengths(table), table["status"].to_numpy(zero_copy_only=False) == KEPT
+    lengths, is_kept = lengths_ms(table), values_of(table, "status") == KEPT
     columns = {
         "recording": table["recording"],
         "ms": lengths,
@@ -127,7 +121,7 @@ def _recordings(table: pa.Table) -> dict[str, Any]:
 
 def _splits(kept: pa.Table) -> dict[str, Any]:
     """Return the clips of each subset, and counts of leaks between the sides of a split, which must be zero."""
-    splits = kept["split"].to_numpy(zero_copy_only=False)
+    splits = values_of(kept, "split")
     subset_of = dict(zip(kept["id"].to_pylist(), splits, strict=True))
     pairs = kept.filter(pc.not_equal(kept["duplicate_of"], "")).select(["id", "duplicate_of"]).to_pylist()
     sides = [(subset_of[pair["id"]], subset_of.get(pair["duplicate_of"])) for pair in pairs]

@@ -23,7 +23,7 @@ from myna.curate.settings import CurateSettings, load_curate_settings
 from myna.curate.texts import measure_text
 from myna.data.corrections import Correction, correct_utterances, load_corrections
 from myna.data.manifest import Utterance, iterate_manifest
-from myna.data.segments import SCHEMA, TABLE_FILE, empty_row
+from myna.data.segments import SCHEMA, TABLE_FILE, codes_of, empty_row, values_of
 from myna.data.split import DatasetSplit
 from myna.report.page import encode_flac
 
@@ -171,14 +171,13 @@ class PieceRows(NamedTuple):
 def choose_pieces(table: pa.Table, reasons: Iterable[str], example_ids: Sequence[str]) -> PieceRows:
     """Choose pieces that depend on the table alone; those of one reason come from many recordings."""
     names = pc.if_else(pc.equal(table["status"], "kept"), "kept", table["reason"]).to_numpy(zero_copy_only=False)
-    audible = table["audio"].to_numpy(zero_copy_only=False) != ""
-    recordings = table["recording"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    audible, recordings = values_of(table, "audio") != "", codes_of(table, "recording")
     chosen = {reason: _spread(np.flatnonzero((names == reason) & audible), recordings) for reason in reasons}
-    cer, edge = (table[name].to_numpy(zero_copy_only=False) for name in ("cer", "edge_cer"))
-    doubt = np.where(np.isfinite(cer), np.fmax(cer, edge), -1.0)
+    cer = values_of(table, "cer")
+    doubt = np.where(np.isfinite(cer), np.fmax(cer, values_of(table, "edge_cer")), -1.0)
     kept = np.flatnonzero((names == "kept") & (doubt > 0))
     dropped = np.flatnonzero((names == "doubtful text") & (doubt >= 0))
-    copies = np.flatnonzero((table["duplicate_of"].to_numpy(zero_copy_only=False) != "") & audible)
+    copies = np.flatnonzero((values_of(table, "duplicate_of") != "") & audible)
     originals = rows_of(table, table["duplicate_of"].take(copies).combine_chunks())
     pairs = [
         (row, copy) for row, copy in zip(originals, copies.tolist(), strict=True) if row is not None and audible[row]
