@@ -35,10 +35,9 @@ DECODE = """
 import sys
 from pathlib import Path
 from myna.listen.sounds import voice_activity
-from myna.curate.recordings import CURATION_RATE, decode_recording
+from myna.curate.recordings import decode_recording
 from myna.curate.settings import ListenSettings
-find = lambda samples: voice_activity(samples, CURATION_RATE)
-decode_recording(Path(sys.argv[1]), Path(sys.argv[2]), ListenSettings(part_minutes=float(sys.argv[3])), find)
+decode_recording(Path(sys.argv[1]), Path(sys.argv[2]), ListenSettings(part_minutes=float(sys.argv[3])), voice_activity)
 """
 
 

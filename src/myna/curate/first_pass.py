@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +26,7 @@ from myna.core.device import memory_limit, pick_device, release_free_memory
 from myna.core.io import absolute_folder, atomic_write, curation_models_folder, fsync
 from myna.curate import cutting, recordings
 from myna.curate.cutting import CutClip, RecognisedWord, SpanMs, Stretch
-from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, DecodedRecording, Pcm, as_samples
+from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, DecodedRecording, FindSpeech, Part, Pcm, as_samples
 from myna.curate.settings import CurateSettings, ListenSettings
 from myna.curate.texts import measure_text
 from myna.data.segments import SCHEMA, empty_row
@@ -35,7 +35,7 @@ from myna.listen.diarization import SpeakerTurns, find_local_speakers, label_spe
 from myna.listen.fingerprints import fingerprint
 from myna.listen.models import AnalysisModels, batches, capabilities, load_models, map_batches, measure
 from myna.listen.sounds import voice_activity
-from myna.listen.speaker_encoders import embed_speakers
+from myna.listen.speaker_encoders import embed_speakers, unit_vectors
 from myna.text.spoken_forms import normalise_spoken_text
 
 EDGE_MS = 1500
@@ -68,15 +68,11 @@ MAX_EMBEDDED_SECONDS = 8.0
 """Maximum seconds of a clip that are embedded, from its middle."""
 
 
-FindSpeechSpans = Callable[[Samples, int], list[tuple[float, float]]]
-"""Function that returns voice activity in seconds from mono samples and their rate."""
-
-
 @dataclass(frozen=True)
 class CurationModels:
     """Models that listen to a part. A missing one gives NaN, an empty text or one speaker."""
 
-    find_speech: FindSpeechSpans
+    find_speech: FindSpeech
     asr: ASR | None
     check_asr: ASR | None
     networks: AnalysisModels
@@ -145,24 +141,6 @@ def missing_models(settings: ListenSettings) -> list[str]:
     if settings.asr == NO_ASR:
         notes.append("recogniser: without text no clip is kept (--asr base, or the folder of a Whisper)")
     return notes
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Stretch of a recording that one call of the first pass works on; its audio is a FLAC."""
-
-    id: str
-    recording_hash: str
-    start_ms: int
-    end_ms: int
-    audio: str
-    """Path of the FLAC within the folder of the curation."""
-    clipped: dict[str, float] = field(default_factory=dict)
-    """Share of clipped samples by second of the recording."""
-
-    @property
-    def seconds(self) -> float:
-        return (self.end_ms - self.start_ms) / 1000
 
 
 def segment_id(recording_hash: str, start_ms: int, end_ms: int) -> str:
@@ -302,7 +280,7 @@ def _clip_voices(clips: list[CutClip], speech: list[SpanMs], voices: list[FloatA
         spans = [(one.start_ms, one.end_ms) for one in clip.stretches]
         weights = [end - start for start, end in spans]
         mean = np.average([voice_of[span] for span in spans], axis=0, weights=weights)
-        means.append(np.asarray(mean / max(float(np.linalg.norm(mean)), 1e-12), np.float32))
+        means.append(unit_vectors(mean))
     return means
 
 
@@ -449,10 +427,7 @@ class CurationWorker:
         return self.models.names
 
     def decode(self, path: Path) -> DecodedRecording:
-        def find(samples: Samples) -> list[tuple[float, float]]:
-            return self.models.find_speech(samples, CURATION_RATE)
-
-        return recordings.decode_recording(path, self._folder, self._settings.listen, find)
+        return recordings.decode_recording(path, self._folder, self._settings.listen, self.models.find_speech)
 
     def run_first_pass(self, part: Part) -> str:
         """Run the first pass over a part, write the result, and return the part's id."""

@@ -39,8 +39,8 @@ PART_SEARCH_SHARE = 1 / 3
 """Last share of a full part in which the pause for the cut is sought."""
 
 Pcm = npt.NDArray[np.int16]
-FindSpeech = Callable[[Samples], Sequence[tuple[float, float]]]
-"""Function that returns voice activity of mono samples at 24 kHz: starts and ends in seconds."""
+FindSpeech = Callable[[Samples, int], Sequence[tuple[float, float]]]
+"""Function that returns voice activity of mono samples at a rate: starts and ends in seconds."""
 
 
 def as_samples(pcm: Pcm) -> Samples:
@@ -76,8 +76,8 @@ class RecordingFile:
 
 
 @dataclass(frozen=True, slots=True)
-class PartAudio:
-    """Decoded stretch of a recording."""
+class Part:
+    """Decoded stretch of a recording, which one call of the first pass works on."""
 
     start_ms: int
     end_ms: int
@@ -86,6 +86,13 @@ class PartAudio:
     """Path of the FLAC within the folder of the curation."""
     clipped: dict[str, float] = field(default_factory=dict)
     """Share of clipped samples of each second that has any, by its number within the recording."""
+    id: str = ""
+    """Hash of the audio, its place, and the settings and models of the first pass; empty before they are known."""
+    recording_hash: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ms - self.start_ms) / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,7 @@ class DecodedRecording:
     """SHA-256 of the 16-bit PCM; empty if there is none."""
     duration_ms: int
     """Milliseconds that were decoded, and those that the header promises beyond them."""
-    parts: tuple[PartAudio, ...]
+    parts: tuple[Part, ...]
     problem: str = ""
     """Reason why decoding failed or ended early."""
 
@@ -115,7 +122,7 @@ class DecodedRecording:
             tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        parts = tuple(PartAudio(**part) for part in tree.pop("parts"))
+        parts = tuple(Part(**part) for part in tree.pop("parts"))
         complete = all((folder / part.audio).is_file() for part in parts)
         return cls(**tree, parts=parts) if complete else None
 
@@ -231,7 +238,7 @@ class _PartWriter:
         self._filled, self._start_ms, self._seconds = 0, 0, 0
         self._clipped: dict[int, float] = {}
         self._hash = hashlib.sha256()
-        self._parts: list[PartAudio] = []
+        self._parts: list[Part] = []
 
     def add(self, samples: Samples, clipped: float) -> None:
         pcm = np.rint(samples.clip(-1, 1) * 32767).astype("<i2")
@@ -251,7 +258,7 @@ class _PartWriter:
             self._filled -= cut
             self._pending[: self._filled] = collected[cut:].copy()
 
-    def finish(self) -> tuple[tuple[PartAudio, ...], str]:
+    def finish(self) -> tuple[tuple[Part, ...], str]:
         """Return the parts, and the hash of all of them together."""
         if self._filled:
             self._write(np.pad(self._pending[: self._filled], (0, -self._filled % SAMPLES_PER_MS)))  # full milliseconds
@@ -260,7 +267,7 @@ class _PartWriter:
     def _cut_ms(self, pcm: Pcm) -> int:
         """Return the middle of the longest pause near the end; the end if no pause is long enough."""
         from_sample = round(len(pcm) * (1 - PART_SEARCH_SHARE))
-        speech = self._find_speech(as_samples(pcm[from_sample:]))
+        speech = self._find_speech(as_samples(pcm[from_sample:]), CURATION_RATE)
         length = (len(pcm) - from_sample) / CURATION_RATE
         edges = [0.0, *(time for span in speech for time in span), length]
         start, end = max(zip(edges[::2], edges[1::2], strict=True), key=lambda gap: gap[1] - gap[0])
@@ -275,5 +282,5 @@ class _PartWriter:
             soundfile.write(temporary, pcm, CURATION_RATE, format="FLAC", subtype="PCM_16")
             fsync(temporary)
         clipped = {str(second): share for second, share in self._clipped.items() if start <= 1000 * second < end}
-        self._parts.append(PartAudio(start, end, hashlib.sha256(pcm.data).hexdigest(), name, clipped))
+        self._parts.append(Part(start, end, hashlib.sha256(pcm.data).hexdigest(), name, clipped))
         self._start_ms = end

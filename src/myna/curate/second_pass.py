@@ -22,14 +22,15 @@ from myna.audio.files import read_audio, write_audio
 from myna.core.errors import DataError
 from myna.core.io import atomic_write, fsync, safe_file_name
 from myna.core.progress import ProgressCallback, silent
-from myna.curate.first_pass import CurationModels, Part, cosine, segment_id
-from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, DecodedRecording, RecordingFile
+from myna.curate.first_pass import CurationModels, cosine, segment_id
+from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, DecodedRecording, Part, RecordingFile
 from myna.curate.settings import HoldOutSettings, LoudnessSettings, SpeakerSettings
 from myna.data.manifest import Utterance
 from myna.data.segments import SCHEMA, TABLE_FILE, empty_row, lengths_ms, set_columns, values_of
 from myna.data.split import assign_subsets
 from myna.listen.diarization import LINKED_SPEAKER_COSINE, NOBODY, cluster_embeddings, fewest_seconds
 from myna.listen.fingerprints import find_duplicates
+from myna.listen.speaker_encoders import unit_vectors
 from myna.text.normalization import base_language
 from myna.text.spoken_forms import normalise_spoken_text
 
@@ -211,9 +212,7 @@ def _marginal(
 
 
 def _mean(vectors: Sequence[FloatArray], weights: npt.NDArray[np.float64]) -> FloatArray:
-    mean = np.average(np.array(vectors), axis=0, weights=weights)
-    norm = np.linalg.norm(mean)
-    return np.asarray(mean / norm if norm else mean, np.float32)
+    return unit_vectors(np.average(np.array(vectors), axis=0, weights=weights))
 
 
 def loudness_gains(table: pa.Table, settings: LoudnessSettings) -> pa.Table:

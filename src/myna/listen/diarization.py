@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz
 from myna.core.errors import import_optional
 from myna.listen.models import INSTALL, AnalysisModels, remake_hint, require
-from myna.listen.speaker_encoders import embed_speakers
+from myna.listen.speaker_encoders import embed_speakers, unit_vectors
 from myna.models.files import load_network
 
 WINDOW_SECONDS = 10.0
@@ -250,7 +250,7 @@ def cluster_embeddings(
     clusters of this size is sought, and everything else joins the nearest of them. With `enrolment`, a cluster is the
     nearest enrolled speaker if their cosine is at least `enrolment_threshold`.
     """
-    vectors = _unit(np.asarray(embeddings, np.float32))
+    vectors = unit_vectors(np.asarray(embeddings, np.float32))
     seconds = np.asarray(weights, np.float64)
     labels = np.full(len(vectors), NOBODY, np.int64)
     founding = np.flatnonzero((seconds > 0) & (np.abs(vectors).sum(1) > 0))
@@ -262,7 +262,7 @@ def cluster_embeddings(
     fewest = fewest_seconds(totals.sum(), min_share)
     order = order[:speakers] if speakers else [one for one in order if totals[one] >= fewest]
     centroids = _centroids(vectors, labels, seconds, len(totals))
-    enrolled = np.empty((0, vectors.shape[1])) if enrolment is None else _unit(np.asarray(enrolment, np.float32))
+    enrolled = np.empty((0, vectors.shape[1])) if enrolment is None else unit_vectors(np.asarray(enrolment, np.float32))
     numbers: dict[int, int] = {}
     unknown = len(enrolled)
     for cluster in order:
@@ -310,12 +310,7 @@ def _centroids(vectors: FloatArray, labels: IntArray, weights: npt.ArrayLike, co
     totals = np.zeros((count, vectors.shape[1] if vectors.ndim == 2 else 0), np.float32)
     named = labels != NOBODY
     np.add.at(totals, labels[named], vectors[named] * np.asarray(weights, np.float32)[named, None])
-    return _unit(totals)
-
-
-def _unit(vectors: FloatArray) -> FloatArray:
-    norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return np.asarray(vectors / np.where(norms > 0, norms, 1), np.float32)
+    return unit_vectors(totals)
 
 
 def _over_windows(values: FloatArray, frames: int) -> FloatArray:

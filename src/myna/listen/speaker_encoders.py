@@ -90,6 +90,12 @@ def cosine_similarity(first: SpeakerEmbedding, second: SpeakerEmbedding) -> floa
     return float(first @ second) / norms if norms else 0.0
 
 
+def unit_vectors(vectors: npt.NDArray[Any]) -> SpeakerEmbedding:
+    """Scale embeddings (..., size) to length one; zeros stay zeros."""
+    norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return np.asarray(vectors / np.where(norms > 0, norms, 1), np.float32)
+
+
 def speaker_rank(embedding: SpeakerEmbedding, own: int, speakers: Sequence[SpeakerEmbedding]) -> int:
     """Return the rank of the own speaker by similarity: 1 is the nearest. Ties count against it."""
     similarities = [cosine_similarity(embedding, speaker) for speaker in speakers]

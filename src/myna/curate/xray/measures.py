@@ -16,6 +16,7 @@ from myna.curate.decision import MIN_LOOP_WORDS, TYPICAL_WORD_CHARACTERS, decide
 from myna.curate.xray.source import XraySource
 from myna.data.corrections import apply_hand_decisions
 from myna.data.segments import codes_of, lengths_ms, values_of
+from myna.listen.speaker_encoders import unit_vectors
 
 BINS = 60
 """Approximate number of bins between the ends of the common values."""
@@ -263,8 +264,7 @@ def _read_embeddings(
     for rows, vectors in source.embeddings():
         wanted = is_kept[rows] & (row_code[rows] >= 0)
         rows, vectors = rows[wanted], vectors[wanted]
-        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-        vectors = np.asarray(vectors / np.where(norms > 0, norms, 1), np.float32)
+        vectors = unit_vectors(vectors)
         sums = sums if sums.size else np.zeros((count, vectors.shape[1]), np.float32)
         codes = row_code[rows]
         for code in np.unique(codes).tolist():
@@ -274,10 +274,8 @@ def _read_embeddings(
             seen[code] += len(mine)
             rows_of.setdefault(code, []).append(rows[chosen])
             vectors_of.setdefault(code, []).append(vectors[chosen])
-    norms = np.linalg.norm(sums, axis=1, keepdims=True) if sums.size else sums
-    centroids = np.asarray(sums / np.where(norms > 0, norms, 1), np.float32)
     samples = {code: (np.concatenate(rows_of[code]), np.concatenate(vectors_of[code])) for code in rows_of}
-    return centroids, samples
+    return unit_vectors(sums), samples
 
 
 def second_voice(vectors: Embeddings) -> dict[str, float] | None:
@@ -293,8 +291,7 @@ def second_voice(vectors: Embeddings) -> dict[str, float] | None:
     for _ in range(MAX_ITERATIONS):
         if not MIN_PART_SHARE <= part.mean() <= 1 - MIN_PART_SHARE:
             return None
-        means = np.stack([vectors[part == n].mean(axis=0) for n in (False, True)])
-        means /= np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-9)
+        means = unit_vectors(np.stack([vectors[part == n].mean(axis=0) for n in (False, True)]))
         moved = vectors @ means[1] > vectors @ means[0]
         if np.array_equal(moved, part):
             break
