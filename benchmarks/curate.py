@@ -137,10 +137,12 @@ def diarization_error(reference: dict[str, BoolArray], hypothesis: BoolArray) ->
 
 def measure_analysis(planted: Path, truths: dict[str, Truth], models_folder: Path) -> dict[str, Any]:
     """Diarization error and overlap detection of each recording, and music and noise in and outside their stretches."""
+    from myna.curate.models import NO_ASR, CurationModels
+    from myna.curate.settings import ListenSettings
     from myna.listen.diarization import find_local_speakers, frame_times, label_speakers
-    from myna.listen.models import load_models
 
-    models = load_models(models_folder)
+    models = CurationModels.open(ListenSettings(asr=NO_ASR, models=str(models_folder)))
+    assert models.segmentation is not None and models.speaker_encoder is not None, f"no models in {models_folder}"
     report: dict[str, Any] = {}
     totals: dict[str, float] = defaultdict(float)
     for name, truth in truths.items():
@@ -149,7 +151,7 @@ def measure_analysis(planted: Path, truths: dict[str, Truth], models_folder: Pat
         folder = planted / "audio" if (planted / "audio").is_dir() else planted
         samples = read_audio(folder / name, sample_rate=16_000)
         clock = time.perf_counter()
-        local = find_local_speakers(samples, 16_000, models)
+        local = find_local_speakers(samples, 16_000, models.segmentation, models.speaker_encoder)
         elapsed = time.perf_counter() - clock
         frames = (np.arange(truth.frames) + 0.5) * FRAME_SECONDS
         row: dict[str, Any] = {"rtf": elapsed / (len(samples) / 16_000)}

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import soundfile
 
 from myna.curate.xray.measures import MIN_CLIPS, SAME_VOICE_RATIO, mean_cosine, second_voice
-from myna.listen.models import load_models, require
+from myna.listen.speaker_encoders import ECAPA, open_speaker_encoder
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
         by_speaker.setdefault(row["speaker"], []).append(row["audio"]["bytes"])
     enough = [name for name, clips in by_speaker.items() if len(clips) >= max(MIN_CLIPS, arguments.clips_each)]
     chosen = enough[:: max(1, len(enough) // arguments.speakers)][: arguments.speakers]
-    encoder = require(load_models().speaker_encoder, "speaker embeddings")
+    encoder = open_speaker_encoder(ECAPA)
     voices = []
     for name in chosen:
         sounds = [

@@ -16,12 +16,11 @@ import soxr  # type: ignore[import-untyped]
 
 from myna.audio.files import Samples, read_audio, write_audio
 from myna.audio.signal_measures import speech_spans
-from myna.curate.first_pass import CurationModels, OpenModels
+from myna.curate.models import CurationModels, OpenModels
 from myna.curate.recordings import CURATION_RATE
 from myna.curate.settings import CurateSettings, ListenSettings, load_curate_settings
 from myna.data.manifest import read_manifest
 from myna.listen.asr import ASR, TimedTranscript, TimedWord, Transcript
-from myna.listen.models import AnalysisModels
 
 RECORDINGS = Path(__file__).parents[2] / "src" / "myna" / "demo" / "recordings"
 WORD_START_ERROR, WORD_END_ERROR = -0.053, -0.153
@@ -135,7 +134,7 @@ def _open(
     recordings: tuple[tuple[Path, tuple[SpokenSentence, ...]], ...], _settings: ListenSettings, _threads: int
 ) -> CurationModels:
     recogniser = ScriptedRecogniser(recordings)
-    return CurationModels(find_speech, recogniser, recogniser, AnalysisModels())
+    return CurationModels(find_speech, recogniser, recogniser)
 
 
 def find_speech(samples: Samples, sample_rate: int) -> list[tuple[float, float]]:

@@ -16,7 +16,7 @@ import myna
 from myna.audio.files import probe, read_audio, write_audio
 from myna.core.errors import ConfigError, DataError
 from myna.curate.curation import CurationResult, run_curation
-from myna.curate.first_pass import OpenModels
+from myna.curate.models import OpenModels
 from myna.curate.recordings import CURATION_RATE
 from myna.curate.settings import CurateSettings, load_curate_settings
 from myna.data.corrections import ClipDrop, TextCorrection, append_correction

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from myna.audio.files import Samples, write_audio
-from myna.curate.first_pass import CurationModels, run_first_pass
+from myna.curate.first_pass import run_first_pass
+from myna.curate.models import CurationModels
 from myna.curate.recordings import CURATION_RATE, Part
 from myna.curate.settings import CurateSettings
-from myna.listen.models import AnalysisModels
 from tests.curate.scripted import ScriptedRecogniser, make_recording
 
 
@@ -25,7 +25,7 @@ def test_a_hum_that_begins_in_a_clip_is_found_in_the_silence_after_it(tmp_path: 
         write_audio(path, samples, CURATION_RATE)
         recogniser = ScriptedRecogniser(((path, tuple(sentences)),))
         spans = [(one.start, one.end) for one in sentences]
-        models = CurationModels(lambda *_: spans, recogniser, recogniser, AnalysisModels())
+        models = CurationModels(lambda *_: spans, recogniser, recogniser)
         part = Part(0, round(1000 * len(samples) / CURATION_RATE), "hash", "talk.flac")
         table = run_first_pass(part, (samples * 32767).astype(np.int16), models, CurateSettings())
         return [row["gap_snr_db"] for row in table.to_pylist() if row["kind"] == "clip"]

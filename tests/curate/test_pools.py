@@ -14,7 +14,7 @@ import pytest
 from myna.core.errors import DataError
 from myna.core.pools import MAX_ATTEMPTS
 from myna.curate.curation import run_curation
-from myna.curate.first_pass import CurationModels, OpenModels
+from myna.curate.models import CurationModels, OpenModels
 from myna.curate.settings import ListenSettings
 from tests.curate.scripted import Truth, contents, scripted_models, settings, write_recording
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from myna.audio.files import Samples
-from myna.core.errors import ModelError
 from myna.listen.diarization import (
     FRAME_SECONDS,
     POWERSET,
@@ -17,7 +16,6 @@ from myna.listen.diarization import (
     frame_times,
     label_speakers,
 )
-from myna.listen.models import AnalysisModels
 
 FRAMES = 589
 EAST, NORTH, UP = np.eye(3, dtype=np.float32)
@@ -114,7 +112,7 @@ def test_listening_finds_local_speakers_of_every_window() -> None:
             return np.array([1, samples.mean(), 0], np.float32)
 
     wave = np.ones(20 * 16_000, np.float32)
-    local = find_local_speakers(wave, 16_000, AnalysisModels(segmentation=Alternating(), speaker_encoder=Level()))
+    local = find_local_speakers(wave, 16_000, Alternating(), Level())
     assert local.embeddings.shape == (6, 3)
     assert local.local.tolist() == [0, 1] * 3
     assert local.overlap.max() == pytest.approx(1, abs=1e-4)
@@ -132,16 +130,10 @@ def test_silence_has_no_speakers() -> None:
         def embed(self, samples: Samples, sample_rate: int) -> np.ndarray:
             raise AssertionError((len(samples), sample_rate))
 
-    models = AnalysisModels(segmentation=Silent(), speaker_encoder=Unheard())
-    turns = label_speakers(find_local_speakers(np.zeros(15 * 16_000, np.float32), 16_000, models))
+    turns = label_speakers(find_local_speakers(np.zeros(15 * 16_000, np.float32), 16_000, Silent(), Unheard()))
     assert not turns.active.any()
     assert turns.speaker_shares(0, 15) == {}
     assert turns.overlap_share(0, 15) == 0
-
-
-def test_without_its_model_diarization_says_what_to_type() -> None:
-    with pytest.raises(ModelError, match="myna setup curation"):
-        find_local_speakers(np.zeros(16_000, np.float32), 16_000, AnalysisModels())
 
 
 def test_the_segmentation_network_has_589_frames_in_10_seconds() -> None:

@@ -11,26 +11,23 @@ from safetensors.torch import save_file
 
 from myna.audio.signal_measures import bandwidth_hz
 from myna.core.errors import CheckpointError
+from myna.curate.models import FILES, NO_ASR, CurationModels, capabilities, measure
+from myna.curate.settings import ListenSettings
 from myna.data.segments import MEASURES
 from myna.listen.diarization import SegmentationNetwork
-from myna.listen.models import (
-    FILES,
-    AnalysisModels,
-    batches,
-    capabilities,
-    load_models,
-    map_batches,
-    measure,
-)
+from myna.listen.models import batches, map_batches
 from myna.listen.sounds import MUSIC_WINDOW_SECONDS, SpeechMusicNoiseNetwork, log_mel_patches
 from tests.listen.signals import SAMPLE_RATE, babble
 
 
+def networks_in(folder: Path) -> CurationModels:
+    return CurationModels.open(ListenSettings(asr=NO_ASR, models=str(folder)))
+
+
 def test_an_empty_folder_gives_no_models_and_says_what_is_lost(tmp_path: Path) -> None:
-    settings = tmp_path
-    models = load_models(settings)
-    assert models == AnalysisModels()
-    report = {one.name: one for one in capabilities(settings)}
+    models = networks_in(tmp_path)
+    assert models == CurationModels()
+    report = {one.name: one for one in capabilities(tmp_path)}
     assert all(not report[name].available for name in FILES)
     assert all("myna setup curation" in report[name].what_to_install for name in FILES)
     assert all(one.what_is_lost for one in report.values())
@@ -39,7 +36,7 @@ def test_an_empty_folder_gives_no_models_and_says_what_is_lost(tmp_path: Path) -
 def test_weights_in_the_folder_are_loaded_and_named_by_their_hash(tmp_path: Path) -> None:
     save_file(SegmentationNetwork().state_dict(), tmp_path / "segmentation.safetensors")
     save_file(SpeechMusicNoiseNetwork().state_dict(), tmp_path / "speech_music_noise.safetensors")
-    models = load_models(tmp_path)
+    models = networks_in(tmp_path)
     assert models.segmentation is not None
     assert models.music is not None
     assert set(models.versions) == {"segmentation", "music"}
@@ -48,11 +45,11 @@ def test_weights_in_the_folder_are_loaded_and_named_by_their_hash(tmp_path: Path
 def test_a_file_with_other_weights_is_refused(tmp_path: Path) -> None:
     save_file(SpeechMusicNoiseNetwork().state_dict(), tmp_path / "segmentation.safetensors")
     with pytest.raises(CheckpointError, match="does not fit SegmentationNetwork"):
-        load_models(tmp_path)
+        networks_in(tmp_path)
 
 
 def test_without_models_measures_are_nan_and_signal_measures_are_there() -> None:
-    values = measure(babble(3, 1), SAMPLE_RATE, AnalysisModels())
+    values = measure(babble(3, 1), SAMPLE_RATE, CurationModels())
     assert set(values) <= set(MEASURES)
     missing = {name for name, value in values.items() if np.isnan(value)}
     assert missing == {"music_share", "snr_db", "dnsmos_ovrl", "dnsmos_bak", "dnsmos_sig"}
@@ -66,9 +63,9 @@ def test_a_telephone_that_begins_in_a_clip_makes_its_band_narrow() -> None:
     from_here = len(wide) - round(2.2 * SAMPLE_RATE)
     mixed = np.concatenate([wide[:from_here], narrow[from_here:]])
     assert bandwidth_hz(mixed, SAMPLE_RATE) > 7_000  # the mean of the clip hides it
-    assert measure(mixed, SAMPLE_RATE, AnalysisModels())["bandwidth_hz"] < 4_200
-    assert measure(wide, SAMPLE_RATE, AnalysisModels())["bandwidth_hz"] > 7_000
-    assert measure(wide[:100], SAMPLE_RATE, AnalysisModels())["bandwidth_hz"] > 0
+    assert measure(mixed, SAMPLE_RATE, CurationModels())["bandwidth_hz"] < 4_200
+    assert measure(wide, SAMPLE_RATE, CurationModels())["bandwidth_hz"] > 7_000
+    assert measure(wide[:100], SAMPLE_RATE, CurationModels())["bandwidth_hz"] > 0
 
 
 def test_music_of_any_length_has_a_share_and_silence_none() -> None:

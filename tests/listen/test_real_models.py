@@ -13,7 +13,8 @@ import torch
 
 import myna.demo
 from myna.audio.files import Samples, read_audio
-from myna.listen.models import FILES, AnalysisModels, load_models, measure
+from myna.curate.models import FILES, NO_ASR, CurationModels, measure
+from myna.curate.settings import ListenSettings
 from myna.listen.sounds import log_mel_patches, voice_activity
 from myna.listen.speaker_encoders import cosine_similarity
 from tests.listen.signals import babble
@@ -30,8 +31,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def models() -> AnalysisModels:
-    return load_models(CURATION, threads=1)
+def models() -> CurationModels:
+    return CurationModels.open(ListenSettings(asr=NO_ASR, models=str(CURATION)), threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +41,13 @@ def speech() -> Samples:
     return np.resize(samples, 144_160)
 
 
-def test_segmentation_equals_pyannotes_own_code(models: AnalysisModels) -> None:
+def test_segmentation_equals_pyannotes_own_code(models: CurationModels) -> None:
     assert models.segmentation is not None
     [probabilities] = models.segmentation.segment(babble(10, 7, 16_000))
     assert probabilities[::40] == pytest.approx(np.array(REFERENCE["segmentation"]), abs=1e-4)
 
 
-def test_music_equals_keras(models: AnalysisModels) -> None:
+def test_music_equals_keras(models: CurationModels) -> None:
     assert models.music is not None
     wave = babble(10, 7, 16_000) + np.random.default_rng(3).normal(0, 0.02, 160_000)
     patches = log_mel_patches(wave.astype(np.float32), step=100)
@@ -56,7 +57,7 @@ def test_music_equals_keras(models: AnalysisModels) -> None:
 
 
 @pytest.mark.parametrize("snr_db", [99, 10])
-def test_noise_and_quality_equal_the_packages_own(models: AnalysisModels, speech: Samples, snr_db: int) -> None:
+def test_noise_and_quality_equal_the_packages_own(models: CurationModels, speech: Samples, snr_db: int) -> None:
     """DeepFilterNet's own runtime skips stages without noise, which explains the tolerance of a decibel."""
     noise = np.random.default_rng(3).normal(size=len(speech))
     noisy = speech + noise * np.sqrt((speech**2).mean() / 10 ** (snr_db / 10))
@@ -77,7 +78,7 @@ def test_voice_activity_finds_the_speech_between_silences(speech: Samples) -> No
     assert voice_activity(silence, 16_000) == []
 
 
-def test_embeddings_tell_a_voice_from_another(models: AnalysisModels) -> None:
+def test_embeddings_tell_a_voice_from_another(models: CurationModels) -> None:
     first, second = (read_audio(file, sample_rate=16_000) for file in sorted(RECORDINGS.glob("nicola-*.opus"))[:2])
     other = babble(3, 1, 16_000)
     encoder = models.speaker_encoder

@@ -105,8 +105,9 @@ def node_facts(models: Path, model: str | None, asr: str | None) -> NodeFacts:
     """Return the facts of the machine that this runs on. `models` is the folder of the models of `myna curate`."""
     import torch
 
+    from myna.curate.models import NO_ASR, CurationModels
+    from myna.curate.settings import ListenSettings
     from myna.listen.asr import ASR
-    from myna.listen.models import load_models
     from myna.models import open_family
 
     def value_or_problem(value: Callable[[], str]) -> str:
@@ -115,6 +116,10 @@ def node_facts(models: Path, model: str | None, asr: str | None) -> NodeFacts:
         except MynaError as error:
             return f"cannot be opened: {error.what}"
 
+    def curation_models() -> str:
+        networks = CurationModels.open(ListenSettings(asr=NO_ASR, models=str(models)))
+        return ", ".join(sorted(f"{name} {version}" for name, version in networks.versions.items()))
+
     package = Path(__file__).parents[1]
     source = bytes_hash("".join(file_hash(file) for file in sorted(package.rglob("*.py"))).encode())
     facts = {
@@ -122,9 +127,7 @@ def node_facts(models: Path, model: str | None, asr: str | None) -> NodeFacts:
         "torch": f"{torch.__version__}{'' if torch.version.cuda or torch.version.hip else ', CPU build'}",
         "transformers": metadata.version("transformers"),
         "myna": f"{metadata.version('myna')} {source[:8]}",
-        "curation models": value_or_problem(
-            lambda: ", ".join(sorted(f"{k} {v}" for k, v in load_models(models).versions.items()))
-        ),
+        "curation models": value_or_problem(curation_models),
     }
     if asr is not None:
         facts["recogniser"] = value_or_problem(lambda: ASR.open(asr).name)

@@ -116,13 +116,13 @@ def _(
     *,
     dry_run: Annotated[bool, option("Listen to ten minutes; forecast the hours kept and the time it takes.")] = False,
 ) -> None:
-    from myna.curate import first_pass, settings
+    from myna.curate import models, settings
 
     options: dict[str, Any] = dict(call.keywords)
     given = {name: value for name, value in options.items() if name in CurationOptions.__annotations__}
     if sources := options.get("sources"):
         folder = Path(options["out"]) if options.get("out") is not None else None
-        missing = first_pass.missing_models(settings.curation_settings(folder, **given).listen)
+        missing = models.missing_models(settings.curation_settings(folder, **given).listen)
         show(*(f"without {note}" for note in missing), stderr=True)
     if not dry_run:
         _show_curation(call_with_bars(call))

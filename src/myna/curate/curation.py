@@ -21,7 +21,8 @@ from myna.core.pools import Pool, open_pool
 from myna.core.progress import ProgressCallback, silent
 from myna.curate import first_pass, second_pass
 from myna.curate.decision import THRESHOLDS, decide
-from myna.curate.first_pass import NO_ASR, CurationModels, CurationWorker, OpenModels, findings_path
+from myna.curate.first_pass import CurationWorker, findings_path
+from myna.curate.models import NO_ASR, CurationModels, OpenModels
 from myna.curate.recordings import CURATION_RATE, DecodedRecording, Part, RecordingFile, find_recordings
 from myna.curate.settings import CurateSettings
 from myna.curate.texts import apply_scripts, read_script

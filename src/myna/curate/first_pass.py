@@ -8,11 +8,10 @@ current part, and repeated work gives equal bytes.
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,19 +22,18 @@ import soundfile
 from myna.audio.files import LISTENING_RATE, Samples
 from myna.audio.signal_measures import noise_floor_db, speech_level_db
 from myna.core.device import memory_limit, pick_device, release_free_memory
-from myna.core.io import absolute_folder, atomic_write, curation_models_folder, fsync
+from myna.core.io import absolute_folder, atomic_write, fsync
 from myna.curate import cutting, recordings
 from myna.curate.cutting import CutClip, RecognisedWord, SpanMs, Stretch
-from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, DecodedRecording, FindSpeech, Part, Pcm, as_samples
-from myna.curate.settings import CurateSettings, ListenSettings
+from myna.curate.models import CurationModels, OpenModels, measure, models_folder
+from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, DecodedRecording, Part, Pcm, as_samples
+from myna.curate.settings import CurateSettings
 from myna.curate.texts import measure_text
 from myna.data.segments import SCHEMA, empty_row
-from myna.listen.asr import ASR, TimedTranscript
+from myna.listen.asr import TimedTranscript
 from myna.listen.diarization import SpeakerTurns, find_local_speakers, label_speakers
 from myna.listen.fingerprints import fingerprint
-from myna.listen.models import AnalysisModels, batches, capabilities, load_models, map_batches, measure
-from myna.listen.sounds import voice_activity
-from myna.listen.speaker_encoders import embed_speakers, unit_vectors
+from myna.listen.speaker_encoders import unit_vectors
 from myna.text.spoken_forms import normalise_spoken_text
 
 EDGE_MS = 1500
@@ -58,89 +56,6 @@ CLEAR_COSINE_MARGIN = 0.1
 """Cosine margin by which another speaker must be closer to overrule the speaker turns."""
 
 FloatArray = npt.NDArray[np.float32]
-
-NO_ASR = "none"
-FIRST_PASS_FORMAT = 5
-"""Version of the first pass. Raise it if equal models give other rows: parts are then listened to again."""
-EMBEDDED_STEP_SECONDS = 0.5
-"""Step in seconds of embedded lengths: each new length costs the convolutions a new plan."""
-MAX_EMBEDDED_SECONDS = 8.0
-"""Maximum seconds of a clip that are embedded, from its middle."""
-
-
-@dataclass(frozen=True)
-class CurationModels:
-    """Models that listen to a part. A missing one gives NaN, an empty text or one speaker."""
-
-    find_speech: FindSpeech
-    asr: ASR | None
-    check_asr: ASR | None
-    networks: AnalysisModels
-    device: str = "cpu"
-
-    @classmethod
-    def open(cls, settings: ListenSettings, threads: int = 0) -> Self:
-        def open_asr(name: str) -> ASR:
-            return ASR.open(name, settings.device, threads=threads, float16=True)
-
-        asr = None if settings.asr == NO_ASR else open_asr(settings.asr)
-        check = open_asr(settings.check_asr) if settings.check_asr and settings.check_asr != settings.asr else asr
-        networks = load_models(models_folder(settings), str(pick_device(settings.device)), threads)
-        return cls(voice_activity, asr, check, networks, str(pick_device(settings.device).type))
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all models with versions, and of the procedure: rows of parts are comparable if these are equal."""
-        recognisers = [one.name if one is not None else NO_ASR for one in (self.asr, self.check_asr)]
-        networks = (f"{name} {version}" for name, version in sorted(self.networks.versions.items()))
-        return [f"first pass {FIRST_PASS_FORMAT} on {self.device}", *recognisers, *networks]
-
-    def transcribe(self, clips: Iterable[Samples], language: str | None) -> Iterator[TimedTranscript]:
-        """Yield the first transcription of each clip, with the times of words."""
-        if self.asr is None:
-            yield from (TimedTranscript() for _ in clips)
-            return
-        for batch in batches(clips, self.asr.batch_size):
-            yield from self.asr.transcribe_words_batch(batch, CURATION_RATE, [language] * len(batch))
-
-    def check(self, clips: Iterable[tuple[Samples, str | None]]) -> Iterator[str]:
-        """Yield the text of the second transcription of each clip, given with its language."""
-        if self.check_asr is None:
-            yield from ("" for _ in clips)
-            return
-        asr = self.check_asr
-
-        def transcribe(batch: list[tuple[Samples, str | None]]) -> list[str]:
-            samples, languages = zip(*batch, strict=True)
-            return [one.text for one in asr.transcribe_batch(samples, CURATION_RATE, languages)]
-
-        yield from map_batches(transcribe, clips, asr.batch_size, lambda clip: len(clip[0]))
-
-    def embed(self, clips: Iterable[Samples]) -> Iterator[FloatArray]:
-        """Yield the speaker embeddings of the middles of clips; empty ones without an encoder."""
-        if self.networks.speaker_encoder is None:
-            return (np.empty(0, np.float32) for _ in clips)
-        return embed_speakers(map(_middle, clips), CURATION_RATE, self.networks.speaker_encoder)
-
-
-def _middle(samples: Samples) -> Samples:
-    step = round(EMBEDDED_STEP_SECONDS * CURATION_RATE)
-    size = min(len(samples) // step * step, round(MAX_EMBEDDED_SECONDS * CURATION_RATE))
-    first = (len(samples) - size) // 2
-    return samples[first : first + size] if size else np.resize(samples, step)
-
-
-def models_folder(settings: ListenSettings) -> Path:
-    return Path(settings.models).expanduser() if settings.models else curation_models_folder()
-
-
-def missing_models(settings: ListenSettings) -> list[str]:
-    """Say what cannot be done on this machine, why that matters, and what to type."""
-    missing = [one for one in capabilities(models_folder(settings)) if not one.available]
-    notes = [f"{one.name}: {one.what_is_lost} ({one.what_to_install})" for one in missing]
-    if settings.asr == NO_ASR:
-        notes.append("recogniser: without text no clip is kept (--asr base, or the folder of a Whisper)")
-    return notes
 
 
 def segment_id(recording_hash: str, start_ms: int, end_ms: int) -> str:
@@ -177,8 +92,8 @@ def run_first_pass(part: Part, pcm: Pcm, models: CurationModels, settings: Curat
     for start, end in zip(edges[::2], edges[1::2], strict=True):
         if end > start:
             rows.append(_segment(part, start, end, "gap"))
-        if end - start >= MIN_MEASURED_GAP_MS and models.networks.music is not None:
-            rows[-1]["music_share"] = models.networks.music.music_share(_cut(pcm, start, end), CURATION_RATE)
+        if end - start >= MIN_MEASURED_GAP_MS and models.music is not None:
+            rows[-1]["music_share"] = models.music.music_share(_cut(pcm, start, end), CURATION_RATE)
             release_free_memory()
     rows.sort(key=lambda row: row["start_ms"])
     return pa.Table.from_pylist([empty_row() | row for row in rows], SCHEMA)
@@ -193,8 +108,9 @@ def _find_speech(
     found = [(round(1000 * start), round(1000 * end)) for start, end in spans]
     speech = cutting.merge_speech(found, length_ms, round(1000 * settings.cut.min_gap))
     speakers = None
-    if models.networks.segmentation is not None and models.networks.speaker_encoder is not None:
-        speakers = label_speakers(find_local_speakers(wave, LISTENING_RATE, models.networks))
+    if models.segmentation is not None and models.speaker_encoder is not None:
+        local = find_local_speakers(wave, LISTENING_RATE, models.segmentation, models.speaker_encoder)
+        speakers = label_speakers(local)
     del wave
     release_free_memory()
     return speech, speakers
@@ -295,7 +211,7 @@ def _clip_row(
 ) -> dict[str, Any]:
     language, audio = sources[0].language, _cut(pcm, clip.start_ms, clip.end_ms)
     overlap = speakers.overlap_share(clip.start_ms / 1000, clip.end_ms / 1000) if speakers is not None else math.nan
-    row = _segment(part, clip.start_ms, clip.end_ms, "clip") | measure(audio, CURATION_RATE, models.networks)
+    row = _segment(part, clip.start_ms, clip.end_ms, "clip") | measure(audio, CURATION_RATE, models)
     release_free_memory()  # after each clip: takes 10 ms, and otherwise 100 MB and more stay fragmented
     row |= {
         "local_speaker": clip.stretches[0].speaker,
@@ -379,9 +295,6 @@ WORKER_BYTES = 2 << 30
 """Maximum memory of a worker."""
 GPU_WORKER_BYTES = 8 << 30
 """GPU memory of a worker: eight with whisper-base had at most 51.2 GiB of an H200, 6.4 each."""
-
-OpenModels = Callable[[ListenSettings, int], CurationModels]
-"""Function that opens the models in a worker with a number of threads each; must be picklable."""
 
 
 def with_absolute_paths(settings: CurateSettings) -> CurateSettings:

@@ -22,7 +22,8 @@ from myna.audio.files import read_audio, write_audio
 from myna.core.errors import DataError
 from myna.core.io import atomic_write, fsync, safe_file_name
 from myna.core.progress import ProgressCallback, silent
-from myna.curate.first_pass import CurationModels, cosine, segment_id
+from myna.curate.first_pass import cosine, segment_id
+from myna.curate.models import CurationModels
 from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, DecodedRecording, Part, RecordingFile
 from myna.curate.settings import HoldOutSettings, LoudnessSettings, SpeakerSettings
 from myna.data.manifest import Utterance

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz
 from myna.core.errors import import_optional
-from myna.listen.models import INSTALL, AnalysisModels, remake_hint, require
-from myna.listen.speaker_encoders import embed_speakers, unit_vectors
+from myna.listen.models import INSTALL, remake_hint
+from myna.listen.speaker_encoders import SpeakerEncoder, embed_speakers, unit_vectors
 from myna.models.files import load_network
 
 WINDOW_SECONDS = 10.0
@@ -181,9 +181,10 @@ class SpeakerTurns:
         return slice(int(first), int(last))
 
 
-def find_local_speakers(samples: Samples, sample_rate: int, models: AnalysisModels) -> LocalSpeakers:
+def find_local_speakers(
+    samples: Samples, sample_rate: int, network: SegmentationNetwork, encoder: SpeakerEncoder
+) -> LocalSpeakers:
     """Find the speakers of each window, and embed each from the frames in which no other speaks."""
-    network = require(models.segmentation, "speaker turns")
     wave = as_mono_16khz(samples, sample_rate)
     probabilities = network.segment(wave)
     active = POWERSET[probabilities.argmax(-1)]
@@ -201,7 +202,6 @@ def find_local_speakers(samples: Samples, sample_rate: int, models: AnalysisMode
                 step = round(EMBEDDED_STEP_SECONDS * LISTENING_RATE)
                 yield clip[: len(clip) // step * step] if len(clip) >= step else np.resize(clip, step)
 
-    encoder = require(models.speaker_encoder, "speaker embeddings")
     embeddings = list(embed_speakers(solo_clips(), LISTENING_RATE, encoder))
     overlap = probabilities[..., POWERSET.sum(1) > 1].sum(-1)
     return LocalSpeakers(
