@@ -18,7 +18,8 @@ import soxr  # type: ignore[import-untyped]
 from myna.core.errors import AudioError
 from myna.core.io import atomic_write, is_file
 
-Samples = npt.NDArray[np.float32]
+FloatArray = npt.NDArray[np.float32]
+Samples = FloatArray
 LISTENING_RATE = 16_000
 """Sample rate in hertz that all models in `listen/` were trained on."""
 AudioDefect = Literal[

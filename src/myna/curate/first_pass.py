@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import soundfile
 
-from myna.audio.files import LISTENING_RATE, Samples
+from myna.audio.files import LISTENING_RATE, FloatArray, Samples
 from myna.audio.signal_measures import noise_floor_db, speech_level_db
 from myna.core.device import memory_limit, pick_device, release_free_memory
 from myna.core.io import absolute_folder, atomic_write, fsync
@@ -54,8 +54,6 @@ MIN_OVERLAP_SECONDS = 0.1
 """Seconds of overlapped speech from which a stretch is not joined with others."""
 CLEAR_COSINE_MARGIN = 0.1
 """Cosine margin by which another speaker must be closer to overrule the speaker turns."""
-
-FloatArray = npt.NDArray[np.float32]
 
 
 def segment_id(recording_hash: str, start_ms: int, end_ms: int) -> str:

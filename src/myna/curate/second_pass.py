@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import soundfile
 
-from myna.audio.files import read_audio, write_audio
+from myna.audio.files import FloatArray, read_audio, write_audio
 from myna.core.errors import DataError
 from myna.core.io import atomic_write, fsync, safe_file_name
 from myna.core.progress import ProgressCallback, silent
@@ -138,9 +138,6 @@ def mark_duplicates(table: pa.Table) -> pa.Table:
             _, earlier = max((end - start, -earlier) for start, end, earlier in spans)
             original[row] = original[clips[-earlier]] or ids[clips[-earlier]]
     return set_columns(table, {"duplicate_of": original})
-
-
-FloatArray = npt.NDArray[np.float32]
 
 
 def enrolment_embeddings(enrolment: Sequence[str], models: CurationModels) -> dict[str, FloatArray]:

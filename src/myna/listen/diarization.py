@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz
+from myna.audio.files import LISTENING_RATE, FloatArray, Samples, as_mono_16khz
 from myna.core.errors import import_optional
 from myna.listen.models import INSTALL, remake_hint
 from myna.listen.speaker_encoders import SpeakerEncoder, embed_speakers, unit_vectors
@@ -32,9 +32,6 @@ STEP_SECONDS = 5.0
 LOCAL_SPEAKERS = 3
 BATCH_WINDOWS, GPU_BATCH_WINDOWS = 8, 64
 """Windows per batch. A CPU gains nothing from more, and every eight take 100 MB."""
-
-FloatArray = npt.NDArray[np.float32]
-
 
 _SETS = [one for size in (0, 1, 2) for one in combinations(range(LOCAL_SPEAKERS), size)]
 POWERSET = np.array([[speaker in one for speaker in range(LOCAL_SPEAKERS)] for one in _SETS])

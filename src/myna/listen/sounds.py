@@ -18,13 +18,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from myna.audio.files import LISTENING_RATE, Samples, as_mono_16khz
+from myna.audio.files import LISTENING_RATE, FloatArray, Samples, as_mono_16khz
 from myna.audio.signal_measures import SpeechSpan
 from myna.core.errors import import_optional
 from myna.listen.models import INSTALL, open_onnx, remake_hint
 from myna.models.files import load_network
-
-FloatArray = npt.NDArray[np.float32]
 
 SPEECH_PROBABILITY, SILENCE_PROBABILITY = 0.5, 0.35
 """Probability at which speech begins, and below which it may end."""

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from myna.audio.files import FloatArray
 from myna.core.errors import import_optional
 
 MAX_TOKENS = 448
 """Maximum tokens of a window, its prompt included."""
 ENCODED_FRAMES_PER_SECOND = 50
 MEDIAN_FRAMES = 7
-
-FloatArray = npt.NDArray[np.float32]
 
 
 class GeneratedTokens(NamedTuple):

@@ -1,6 +1,5 @@
 """Numbers of an X-ray: hours by reason, measures, speakers, recordings, texts, duplicates."""
 
-import json
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import pyarrow.compute as pc
 from rapidfuzz.distance import Levenshtein
 
 from myna.core.progress import ProgressCallback, silent
+from myna.curate.curation import INDEX_FILE, CurationIndex
 from myna.curate.decision import decide
 from myna.curate.xray.measures import measure_histograms, missing_measures, speaker_summary
 from myna.curate.xray.source import XraySource
@@ -24,8 +24,6 @@ from myna.text.normalization import UNSPACED, alphanumeric, base_language
 
 KEPT = "kept"
 SHOWN_RECORDINGS = 200
-INDEX_FILE = "recordings.json"
-"""File of a curated folder that names its models."""
 
 
 def xray_numbers(source: XraySource, tokenizer: Any = None, progress: ProgressCallback = silent) -> dict[str, Any]:
@@ -60,9 +58,8 @@ def xray_numbers(source: XraySource, tokenizer: Any = None, progress: ProgressCa
     numbers["splits"] = _splits(kept)
     numbers["corrections"] = len(source.corrections)
     numbers["settings"] = source.settings.model_dump(mode="json") if source.is_curated else None
-    index = source.folder / INDEX_FILE
-    has_models = source.is_curated and index.is_file()
-    numbers["models"] = json.loads(index.read_text(encoding="utf-8")).get("models", []) if has_models else []
+    has_models = source.is_curated and (source.folder / INDEX_FILE).is_file()
+    numbers["models"] = CurationIndex.load(source.folder).models if has_models else []
     numbers["verdict"] = verdict(numbers)
     progress("X-ray", stages, stages)
     return numbers

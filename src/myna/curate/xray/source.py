@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import soundfile
 
-from myna.audio.files import probe, read_audio
+from myna.audio.files import FloatArray, probe, read_audio
 from myna.audio.signal_measures import bandwidth_hz, clipped_share, snr_db
 from myna.core.errors import AudioError, DataError
 from myna.core.io import safe_file_name, string_hash
@@ -31,8 +31,6 @@ LARGE_COLUMNS = ("embedding", "fingerprint")
 MEASURED_CLIPS = 2000
 """Clips of a prepared folder whose audio is measured; of more clips, a sample."""
 BATCH_ROWS = 50_000
-
-FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
