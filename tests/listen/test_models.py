@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from myna.audio.signal_measures import bandwidth_hz
 from myna.core.errors import CheckpointError
-from myna.curate.models import FILES, NO_ASR, CurationModels, capabilities, measure
+from myna.curate.models import FILES, LOST, NO_ASR, CurationModels, measure, missing_models
 from myna.curate.settings import ListenSettings
 from myna.data.segments import MEASURES
 from myna.listen.diarization import SegmentationNetwork
@@ -27,10 +27,10 @@ def networks_in(folder: Path) -> CurationModels:
 def test_an_empty_folder_gives_no_models_and_says_what_is_lost(tmp_path: Path) -> None:
     models = networks_in(tmp_path)
     assert models == CurationModels()
-    report = {one.name: one for one in capabilities(tmp_path)}
-    assert all(not report[name].available for name in FILES)
-    assert all("myna setup curation" in report[name].what_to_install for name in FILES)
-    assert all(one.what_is_lost for one in report.values())
+    notes = {note.partition(":")[0]: note for note in missing_models(ListenSettings(models=str(tmp_path)))}
+    assert set(FILES) <= set(notes)
+    assert all("myna setup curation" in notes[name] and LOST[name] in notes[name] for name in FILES)
+    assert all(str(tmp_path) in notes[name] for name in ("music", "quality")), "the folder that was searched"
 
 
 def test_weights_in_the_folder_are_loaded_and_named_by_their_hash(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -163,30 +163,17 @@ def models_folder(settings: ListenSettings) -> Path:
 
 
 def missing_models(settings: ListenSettings) -> list[str]:
-    """Say what cannot be done on this machine, why that matters, and what to type."""
-    missing = [one for one in capabilities(models_folder(settings)) if not one.available]
-    notes = [f"{one.name}: {one.what_is_lost} ({one.what_to_install})" for one in missing]
+    """Say what cannot be done on this machine, why that matters, and what to type. Loads nothing."""
+    folder, notes = models_folder(settings), []
+    for name, lost in LOST.items():
+        if not _is_available(name, folder):
+            command = PACKAGES[name][1] if name in PACKAGES else f"not in {folder}: {FETCH_COMMAND}"
+            if name in FILES and not _has_runtime(name):
+                command = f"{INSTALL} && {FETCH_COMMAND}"
+            notes.append(f"{name}: {lost} ({command})")
     if settings.asr == NO_ASR:
         notes.append("recogniser: without text no clip is kept (--asr base, or the folder of a Whisper)")
     return notes
-
-
-class Capability(NamedTuple):
-    name: str
-    available: bool
-    what_to_install: str
-    what_is_lost: str
-
-
-def capabilities(folder: Path) -> list[Capability]:
-    """List what can be measured on this machine; for everything else what to type and what is lost. Loads nothing."""
-    report = []
-    for name, lost in LOST.items():
-        command = PACKAGES[name][1] if name in PACKAGES else FETCH_COMMAND
-        if name in FILES and not _has_runtime(name):
-            command = f"{INSTALL} && {FETCH_COMMAND}"
-        report.append(Capability(name, _is_available(name, folder), command, lost))
-    return report
 
 
 def _is_available(name: str, folder: Path) -> bool:
