@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -147,6 +148,23 @@ def test_loops_are_seen(text: str) -> None:
 )
 def test_speech_is_no_loop(text: str) -> None:
     assert not is_loop(text)
+
+
+PROSE: dict[str, str] = json.loads((Path(__file__).parents[1] / "listen/prose.json").read_text(encoding="utf-8"))
+"""Beginning of the Universal Declaration of Human Rights in 17 languages (github.com/eric-muller/udhr)."""
+
+
+@pytest.mark.parametrize("language", sorted(PROSE))
+def test_prose_is_no_loop_in_scripts_of_several_bytes_a_letter(language: str) -> None:
+    for letters in range(10, len(PROSE[language]) + 1, 7):
+        assert not is_loop(PROSE[language][:letters]), letters
+
+
+@pytest.mark.parametrize("language", sorted(PROSE))
+def test_repeated_prose_is_a_loop_in_every_script(language: str) -> None:
+    for letters, times in ((4, 20), (10, 12), (25, 8), (60, 6), (100, 5)):
+        assert is_loop(PROSE[language][:letters].strip() * times), (letters, times)
+        assert is_loop(PROSE[language][200:300] + f"{PROSE[language][:letters].strip()} " * times), (letters, times)
 
 
 @given(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8), st.integers(6, 12), short_words, short_words)

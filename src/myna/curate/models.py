@@ -22,7 +22,7 @@ from myna.listen.sounds import DeepFilterNet, SpeechMusicNoiseNetwork, voice_act
 from myna.listen.speaker_encoders import ECAPA, SpeakerEmbedding, SpeakerEncoder, embed_speakers, open_speaker_encoder
 
 NO_ASR = "none"
-FIRST_PASS_FORMAT = 5
+FIRST_PASS_FORMAT = 6
 """Version of the first pass. Raise it if equal models give other rows: parts are then listened to again."""
 EMBEDDED_STEP_SECONDS = 0.5
 """Step in seconds of embedded lengths: each new length costs the convolutions a new plan."""

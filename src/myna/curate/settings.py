@@ -106,7 +106,7 @@ class KeepSettings(Settings):
     min_avg_log_prob: float = -1.0
     """The recogniser's certainty of the text, as a mean log probability."""
     max_compression_ratio: Positive = 2.4
-    """Compression ratio of the text by zlib: more is a loop."""
+    """Compression ratio of the letters of the text by zlib: more is a loop."""
     min_unique_word_share: Share = 0.4
     """Share of different words in texts of ten words and more: less is a loop."""
     max_cer: Annotated[float, Field(ge=0)] = 0.1
