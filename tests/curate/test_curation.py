@@ -19,7 +19,7 @@ from myna.curate.curation import CurationResult, run_curation
 from myna.curate.models import OpenModels
 from myna.curate.recordings import CURATION_RATE
 from myna.curate.settings import CurateSettings, load_curate_settings
-from myna.data.corrections import ClipDrop, TextCorrection, append_correction
+from myna.data.corrections import ClipDrop, SpeakerMerge, TextCorrection, append_correction
 from myna.data.manifest import read_manifest
 from myna.text.wer import character_errors
 from tests.curate.scripted import SpokenSentence, scripted_models, write_recording
@@ -135,11 +135,13 @@ def test_other_thresholds_decide_again_without_sources(
     strict = curate([], folder, curated[1], "keep.seconds=[5, 20]")
     assert 0 < strict.clips < curated[0].clips and "too short" in strict.dropped
     assert strict.seconds == curated[0].seconds
-    assert {path.relative_to(folder).as_posix() for path in (folder / "clips").rglob("*.flac")} == {
-        clip for clip, status in columns(folder, "clip", "status") if status == "kept"
-    }
+    wanted = {clip for clip, status in columns(folder, "clip", "status") if status == "kept"}
+    assert wanted < {path.relative_to(folder).as_posix() for path in (folder / "clips").rglob("*.flac")}
     assert load_curate_settings(folder).keep.seconds == (5, 20), "the folder remembers its settings"
-    assert not strict.notes
+    assert [note for note in strict.notes if "myna curate" in note] == list(strict.notes) and len(strict.notes) == 1
+    shutil.rmtree(folder / "clips")  # as the note says
+    assert not curate([], folder, curated[1]).notes
+    assert {path.relative_to(folder).as_posix() for path in (folder / "clips").rglob("*.flac")} == wanted
     nothing = curate([], folder, curated[1], "keep.min_bandwidth_hz=99000")
     assert not nothing.clips
     assert nothing.notes[-1].endswith(f"myna curate --out {folder} --set keep.min_bandwidth_hz=VALUE")
@@ -147,6 +149,41 @@ def test_other_thresholds_decide_again_without_sources(
         curate([], folder, curated[1], "cut.min_gap=0.3")
     with pytest.raises(ConfigError, match="keep"):
         load_curate_settings(folder, ["keep.snr=3"])
+
+
+def test_clips_stay_and_keep_their_names_when_labels_change(
+    curated: tuple[CurationResult, OpenModels], tmp_path: Path
+) -> None:
+    """A dataset that was prepared before still finds its clips, and a clip can be given as an enrolment."""
+    folder = tmp_path / "out"
+    shutil.copytree(curated[0].folder, folder)
+    before = {path: path.read_bytes() for path in (folder / "clips").rglob("*.flac")}
+    kept = [
+        (id, clip, speaker)
+        for id, clip, speaker, status in columns(folder, "id", "clip", "speaker", "status")
+        if status == "kept"
+    ]
+    assert not any(speaker in clip for _, clip, speaker in kept)
+    append_correction(folder, SpeakerMerge(speaker=kept[0][2], into="anna", clips=(kept[0][0],)))
+    curate([], folder, curated[1], "loudness.target_lufs=-30")
+    assert {speaker for speaker, status in columns(folder, "speaker", "status") if status == "kept"} >= {"anna"}
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_recordings_of_an_earlier_call_are_not_left_out_silently(tmp_path: Path) -> None:
+    one, two = tmp_path / "one" / "talk.wav", tmp_path / "two" / "talk.wav"
+    truth = {one: write_recording(one, 3), two: write_recording(two, 3, seed=1, first=20)}
+    out, models = tmp_path / "out", scripted_models(truth)
+    first = curate([one.parent], out, models)
+    table = (out / "segments.parquet").read_bytes()
+    with pytest.raises(DataError, match=r"out holds 1 recordings that are not among the sources: talk\.wav") as caught:
+        curate([two.parent], out, models)
+    assert "--out NEW" in caught.value.hint and f"rm {out / 'recordings.json'}" in caught.value.hint
+    assert (out / "segments.parquet").read_bytes() == table
+    joined = curate([one.parent, two.parent], out, models)
+    assert joined.recordings == 2 and joined.clips > first.clips
+    (out / "recordings.json").unlink()
+    assert curate([two.parent], out, models).recordings == 1
 
 
 def test_corrections_are_respected(curated: tuple[CurationResult, OpenModels], tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ class CurationIndex:
             problem = f"{folder} is no curated folder: it has no {INDEX_FILE}"
             raise DataError(problem, hint="name recordings: myna curate SOURCE --out DIR") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{folder / INDEX_FILE} is damaged: {error}", hint="give the sources again") from None
+            problem = f"{folder / INDEX_FILE} is damaged: {error}"
+            raise DataError(problem, hint="delete it, and give the sources again") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,11 @@ def run_curation(
                 )
         table = _decide_table(out, index, settings, open_models, notes)
         progress("deciding", 1, 1)
-        second_pass.write_clips(out, table, progress)
+        if unused := second_pass.write_clips(out, table, progress):
+            notes.append(
+                f"{len(unused)} clips of earlier decisions stay, for datasets that were prepared from them; to remove "
+                f"them: rm -r {out / second_pass.CLIPS_FOLDER} && myna curate --out {out}"
+            )
         second_pass.write_segments(out, table)
         write_manifest(out / MANIFEST_FILE, second_pass.utterances_of(out, table))
         settings.save(out)
@@ -155,6 +160,7 @@ def _listen(
         decoded[path] = one
         progress("decoding", len(decoded), len(files))
     recordings = [(file, decoded[file.path.absolute()]) for file in files]
+    _check_none_is_lost(out, {one.file_hash for one in decoded.values()})
     names, *others = pool.call_each(CurationWorker.model_names)
     if different := [one for one in others if one != names]:
         raise ConfigError(
@@ -182,6 +188,18 @@ def _listen(
     index = CurationIndex(settings.first_pass_hash(names), names, entries)
     index.save(out)
     return index
+
+
+def _check_none_is_lost(out: Path, hashes: set[str]) -> None:
+    """Refuse sources without a recording that the folder holds: its clips would leave the dataset without a word."""
+    earlier = CurationIndex.load(out).recordings if (out / INDEX_FILE).is_file() else []
+    if lost := [one.name for one in earlier if one.file_hash not in hashes]:
+        listed = ", ".join(lost[:MAX_NAMED_FILES]) + (", ..." if len(lost) > MAX_NAMED_FILES else "")
+        raise DataError(
+            f"{out} holds {len(lost)} recordings that are not among the sources: {listed}",
+            hint="name all sources at once, or another folder: --out NEW; to leave these recordings out of the "
+            f"dataset, first type: rm {out / INDEX_FILE}",
+        )
 
 
 def part_list(recordings: second_pass.Recordings, first_pass_hash: str) -> dict[str, list[Part]]:

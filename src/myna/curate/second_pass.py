@@ -8,7 +8,6 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,7 +19,7 @@ import soundfile
 
 from myna.audio.files import FloatArray, read_audio, write_audio
 from myna.core.errors import DataError
-from myna.core.io import atomic_write, fsync, safe_file_name
+from myna.core.io import atomic_write, fsync
 from myna.core.progress import ProgressCallback, silent
 from myna.curate.first_pass import cosine, segment_id
 from myna.curate.models import CurationModels
@@ -239,12 +238,12 @@ CLIPS_FOLDER = "clips"
 
 
 def name_clips(table: pa.Table) -> pa.Table:
-    """Set the file of each kept clip. The name follows from the contents, so that an existing file is right."""
+    """Set the file of each kept clip. The name follows from the sound alone, so that an existing file is right."""
     clip = np.full(len(table), "", object)
-    for row in _kept(table, ("recording_hash", "start_ms", "end_ms", "gain_db", "speaker")):
+    for row in _kept(table, ("recording_hash", "start_ms", "end_ms", "gain_db")):
         content = segment_id(row["recording_hash"], row["start_ms"], row["end_ms"])
         gain = round(10 * row["gain_db"])
-        clip[row["row"]] = f"{CLIPS_FOLDER}/{safe_file_name(row['speaker'])}/{content}{gain:+d}.flac"
+        clip[row["row"]] = f"{CLIPS_FOLDER}/{content[:2]}/{content}{gain:+d}.flac"
     return set_columns(table, {"clip": clip})
 
 
@@ -266,8 +265,8 @@ def add_diacritics(table: pa.Table) -> pa.Table:
     return set_columns(table, {"normalised_text": spoken})
 
 
-def write_clips(folder: Path, table: pa.Table, progress: ProgressCallback = silent) -> None:
-    """Write the missing clips, then remove those that are no longer kept."""
+def write_clips(folder: Path, table: pa.Table, progress: ProgressCallback = silent) -> list[Path]:
+    """Write the missing clips; return those of earlier decisions, which stay: prepared folders may point to them."""
     by_part: dict[str, list[dict[str, Any]]] = {}
     wanted = set()
     for row in _kept(table, ("audio", "audio_start_ms", "start_ms", "end_ms", "gain_db", "clip")):
@@ -289,12 +288,8 @@ def write_clips(folder: Path, table: pa.Table, progress: ProgressCallback = sile
         for count in pool.map(write_part, by_part):
             done += count
             progress("writing clips", done, total)
-    for path in (folder / CLIPS_FOLDER).glob("*/*.flac"):
-        if path.relative_to(folder).as_posix() not in wanted:
-            path.unlink()
-    for path in (folder / CLIPS_FOLDER).glob("*/"):
-        with suppress(OSError):  # not empty
-            path.rmdir()
+    present = (folder / CLIPS_FOLDER).glob("*/*.flac")
+    return [path for path in present if path.relative_to(folder).as_posix() not in wanted]
 
 
 def utterances_of(folder: Path, table: pa.Table) -> list[Utterance]:
