@@ -35,17 +35,16 @@ from myna.core.statistics import paired_difference
 from myna.demo.run import demo_recipe, prepare_voice
 from myna.evaluate.callback import open_required_scorers
 from myna.evaluate.items import load_eval_set, split_items
-from myna.evaluate.pipeline import score_systems
+from myna.evaluate.metrics import BASE
+from myna.evaluate.pipeline import SpeechSystem, System, score_systems
 from myna.evaluate.ranking import (
     CheckpointScore,
-    Constraints,
     StepScores,
     best_checkpoint,
     item_score,
     score_checkpoint,
 )
 from myna.evaluate.scoring import ItemScores
-from myna.evaluate.systems import BASE, SpeechSystem, System
 from myna.models.ref import ModelRef
 from myna.speak.loading import load_engine
 
@@ -152,12 +151,12 @@ def system_name(seed: int, step: int) -> str:
 def compare_rankings(seed: int, run: Run, rows: Mapping[str, Sequence[ItemScores]], eval_limit: int) -> dict[str, Any]:
     """Both rankings of one run, of which `eval_limit` sentences chose in training."""
     speech_eval = run.recipe.speech_eval
-    constraints, steps = Constraints(speech_eval.min_stop_rate, speech_eval.min_mos), checkpoint_steps(run)
+    steps = checkpoint_steps(run)
 
     def ranked(select: Callable[[Sequence[ItemScores]], Sequence[ItemScores]]) -> list[CheckpointScore]:
         base = StepScores(0, select(rows[BASE]))
         return [
-            score_checkpoint(StepScores(step, select(rows[system_name(seed, step)])), base, constraints)
+            score_checkpoint(StepScores(step, select(rows[system_name(seed, step)])), base, speech_eval)
             for step in steps
         ]
 

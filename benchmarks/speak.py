@@ -391,10 +391,10 @@ def fledgling(out: Path) -> None:
 
 def evaluate_lines(out: Path, device: str, lines: int = 100) -> None:
     """Measure what `myna evaluate` has spoken by the shipped model: lines of 3 to 40 words."""
+    from myna.evaluate.evaluation import Subject
     from myna.evaluate.items import EvalItem, EvalSet
     from myna.evaluate.pipeline import score_systems
     from myna.evaluate.scoring import Scorers
-    from myna.evaluate.systems import Subject
 
     words, rng = WORDS.split(), np.random.default_rng(0)
     texts = [" ".join(rng.choice(words, 3 + 37 * number // lines)).capitalize() + "." for number in range(lines)]

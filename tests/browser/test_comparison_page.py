@@ -9,8 +9,8 @@ import pytest
 
 from myna.evaluate.comparison import build_comparison, comparison_page
 from myna.evaluate.listening import ComparedSystem
-from myna.evaluate.pipeline import score_systems
-from myna.evaluate.systems import REAL, Recordings, System
+from myna.evaluate.metrics import REAL
+from myna.evaluate.pipeline import Recordings, System, score_systems
 from tests.browser.conftest import COLOR_SCHEMES, WIDTHS, check_accessible
 from tests.evaluate.speech import RATE, FakeSystem, fake_scorers, make_eval_set, poorly, well
 

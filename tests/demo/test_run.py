@@ -31,7 +31,8 @@ from myna.data.manifest import Utterance, read_manifest
 from myna.demo import run as runner
 from myna.demo.run import AFTER, BEFORE, STRENGTHS, DemoResult, demo_recipe, run_demo
 from myna.evaluate.items import EvalItem
-from myna.evaluate.systems import REAL, SpeechSystem
+from myna.evaluate.metrics import REAL
+from myna.evaluate.pipeline import SpeechSystem
 from myna.listen.speaker_encoders import cosine_similarity
 from myna.models import save_tiny_model
 from myna.models.ref import ModelRef

@@ -21,8 +21,8 @@ from myna.audio.files import Samples, read_audio
 from myna.core.errors import AudioError
 from myna.evaluate.callback import SpeechEvaluation
 from myna.evaluate.items import EvalSet
+from myna.evaluate.pipeline import System
 from myna.evaluate.scoring import ItemScores, Scorers
-from myna.evaluate.systems import System
 from myna.listen.asr import Transcript
 from myna.listen.speaker_encoders import SpeakerEmbedding
 from myna.train.callbacks import AutocastContext, SpeechScores

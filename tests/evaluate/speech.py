@@ -18,10 +18,9 @@ from myna.audio.files import Samples, write_audio
 from myna.data.manifest import Utterance
 from myna.evaluate.evaluation import Evaluation
 from myna.evaluate.items import EvalItem, EvalSet
-from myna.evaluate.metrics import missing_metrics
-from myna.evaluate.pipeline import score_systems
+from myna.evaluate.metrics import BASE, REAL, ROUND_TRIP, missing_metrics
+from myna.evaluate.pipeline import System, SystemOutput, score_systems
 from myna.evaluate.scoring import Scorers
-from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, System, SystemOutput
 from myna.listen.asr import Transcript, is_loop
 from myna.listen.speaker_encoders import SpeakerEmbedding
 

@@ -16,8 +16,8 @@ from myna.evaluate import listening
 from myna.evaluate.comparison import Comparison, compare_systems
 from myna.evaluate.evaluation import EvaluationSettings
 from myna.evaluate.listening import FORMAT, TIE, local_page_server
-from myna.evaluate.pipeline import read_item_scores
-from myna.evaluate.systems import BASE, REAL, SpeechSystem
+from myna.evaluate.metrics import BASE, REAL
+from myna.evaluate.pipeline import SpeechSystem, read_item_scores
 from tests.command_line import run_command
 from tests.tone_corpus import recipe, write_recordings
 

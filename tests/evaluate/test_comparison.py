@@ -16,8 +16,8 @@ from myna.core.errors import DataError
 from myna.evaluate.comparison import MAX_PEAK, Comparison, build_comparison, comparison_page, match_loudness, speech_rms
 from myna.evaluate.items import EvalItem
 from myna.evaluate.listening import ComparedSystem
-from myna.evaluate.pipeline import score_systems
-from myna.evaluate.systems import REAL, Recordings, SystemOutput
+from myna.evaluate.metrics import REAL
+from myna.evaluate.pipeline import Recordings, SystemOutput, score_systems
 from tests.evaluate.speech import LINES, RATE, SPEAKERS, FakeSystem, fake_scorers, make_eval_set, poorly, say, well
 from tests.report.html_reader import Reader
 

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myna.evaluate.evaluation import Evaluation
+from myna.evaluate.evaluation import Evaluation, evaluation_page
 from myna.evaluate.items import EvalItem, load_clip
-from myna.evaluate.metrics import METRICS_BY_KEY
-from myna.evaluate.pages import evaluation_page
-from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, Recordings, System, SystemOutput
+from myna.evaluate.metrics import BASE, METRICS_BY_KEY, REAL, ROUND_TRIP
+from myna.evaluate.pipeline import Recordings, System, SystemOutput
 from tests.evaluate.speech import RATE, SPEAKERS, FakeSystem, evaluate_systems, make_eval_set, poorly, say, well
 
 

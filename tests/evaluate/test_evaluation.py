@@ -15,10 +15,10 @@ from myna.audio.files import read_audio
 from myna.core.errors import ConfigError, OutputError, SpeakError
 from myna.core.progress import ProgressCallback, silent
 from myna.core.run_folder import Run
-from myna.evaluate.evaluation import Evaluation, EvaluationSettings, evaluate_system
+from myna.evaluate.evaluation import Evaluation, EvaluationSettings, Subject, evaluate_system, run_metadata
 from myna.evaluate.items import load_clip
-from myna.evaluate.pipeline import read_item_scores, saved_references
-from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, SpeechSystem, Subject, run_metadata
+from myna.evaluate.metrics import BASE, REAL, ROUND_TRIP
+from myna.evaluate.pipeline import SpeechSystem, read_item_scores, saved_references
 from tests.command_line import run_command
 from tests.tone_corpus import LINES, recipe, write_recordings
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from myna.core.config import SpeechEvalSettings
 from myna.evaluate.callback import training_page
 from myna.evaluate.items import EvalItem, split_items
 from myna.evaluate.ranking import (
     CheckpointScore,
-    Constraints,
     StepScores,
     TrainingHistory,
     best_checkpoint,
@@ -26,7 +26,7 @@ from myna.evaluate.ranking import (
 )
 from myna.evaluate.scoring import ItemScores
 
-CONSTRAINTS = Constraints(min_stop_rate=0.9)
+CONSTRAINTS = SpeechEvalSettings()
 LINES = 20
 
 
@@ -56,7 +56,7 @@ def step_scores(step: int, gain: float = 0.0, forgetting: float | None = None, *
     return StepScores(step, lines(gain), lines(forgetting) if forgetting is not None else [], lines(gain))
 
 
-def checkpoint_scores(*steps: StepScores, constraints: Constraints = CONSTRAINTS) -> list[CheckpointScore]:
+def checkpoint_scores(*steps: StepScores, constraints: SpeechEvalSettings = CONSTRAINTS) -> list[CheckpointScore]:
     return [score_checkpoint(one, steps[0], constraints) for one in steps]
 
 
@@ -151,9 +151,11 @@ def test_constraints_hold_for_every_score(said: dict[str, Any], violation: str) 
 
 def test_a_required_mos_replaces_that_of_the_base() -> None:
     rows = step_scores(0).rows
-    assert required_mos(rows, CONSTRAINTS) == 3.0 and required_mos(rows, Constraints(0.9, min_mos=3.4)) == 3.4
+    assert required_mos(rows, CONSTRAINTS) == 3.0 and required_mos(rows, SpeechEvalSettings(min_mos=3.4)) == 3.4
     _, poor = checkpoint_scores(
-        step_scores(0), step_scores(10, 0.1, distillmos=3.3), constraints=Constraints(0.9, min_mos=3.4)
+        step_scores(0),
+        step_scores(10, 0.1, distillmos=3.3),
+        constraints=SpeechEvalSettings(min_mos=3.4),
     )
     assert "3.40 is required" in poor.violations[0]
 
@@ -183,7 +185,9 @@ def test_the_highest_score_may_not_be_the_best() -> None:
 # In words
 
 
-def told(*steps: StepScores, recordings: Sequence[ItemScores] = (), constraints: Constraints = CONSTRAINTS) -> str:
+def told(
+    *steps: StepScores, recordings: Sequence[ItemScores] = (), constraints: SpeechEvalSettings = CONSTRAINTS
+) -> str:
     return "\n".join(training_conclusion(TrainingHistory("run", steps, constraints, recordings)))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from myna.evaluate.items import EvalItem
-from myna.evaluate.systems import SpeechSystem
+from myna.evaluate.pipeline import SpeechSystem
 from myna.models.higgs_v2.decode import HiggsDecoder
 from myna.models.ref import ModelRef
 from myna.speak.loading import load_engine

@@ -23,7 +23,7 @@ from myna.audio.files import write_audio
 from myna.commands import main
 from myna.core.config import dump_recipe, load_recipe, shipped_recipes
 from myna.core.io import FREE_BYTES
-from myna.evaluate.systems import Subject
+from myna.evaluate.evaluation import EvaluationSettings, Subject
 from myna.speak.engine import Engine
 from myna.speak.request import SpeechRequest
 from tests.tone_corpus import SAMPLE_RATE, tone_speech
@@ -485,14 +485,14 @@ def test_evaluation_speaks_in_the_scene_of_the_training(train_with: Any, scene_d
     write_audio(reference, tone_speech("who", 320.0), SAMPLE_RATE)
     (tmp_path / "list.lst").write_text(f"a|who|{reference}|one\n")
     run, _ = train_with(data={"train": str(scene_data), "scene": RECIPE_SCENE})
-    subject, options = Subject.parse(str(run.folder)), dict[str, Any](seed=0, limit=None, language="")
-    targets = subject.eval_set(scene_data, None, **options)
+    subject = Subject.parse(str(run.folder))
+    targets = EvaluationSettings(data=scene_data).eval_set(subject)
     assert {(item.id.split("/")[1], item.scene) for item in targets.items} == {
         ("hi", DATA_SCENE),
         ("you", DATA_SCENE),
         ("who", RECIPE_SCENE),
     }
-    spoken = subject.eval_set(scene_data, sentences, **options)
+    spoken = EvaluationSettings(data=scene_data, sentences=sentences).eval_set(subject)
     assert [item.scene for item in spoken.items] == [DATA_SCENE, DATA_SCENE]
-    listed = subject.eval_set(None, tmp_path / "list.lst", **options)
+    listed = EvaluationSettings(sentences=tmp_path / "list.lst").eval_set(subject)
     assert [item.scene for item in listed.items] == [DATA_SCENE]

@@ -31,14 +31,19 @@ from myna.data.pronunciation import (
     assessment_table,
     read_assessment,
 )
-from myna.evaluate import pipeline, scoring, systems
-from myna.evaluate.evaluation import EvaluationSettings, evaluate_system, mark_seen_items, seen_warnings
+from myna.evaluate import evaluation, pipeline, scoring
+from myna.evaluate.evaluation import (
+    EvaluationSettings,
+    Subject,
+    evaluate_system,
+    mark_seen_items,
+    run_metadata,
+)
 from myna.evaluate.items import EvalItem, split_items
 from myna.evaluate.metrics import count_looped, estimate_metrics
-from myna.evaluate.pipeline import read_item_scores
+from myna.evaluate.pipeline import Recordings, Results, read_item_scores
 from myna.evaluate.ranking import CheckpointScore, best_checkpoint
 from myna.evaluate.scoring import ItemScores
-from myna.evaluate.systems import Recordings, Subject, run_metadata
 from myna.listen import asr, models, speaker_encoders
 from myna.listen.asr import ASR
 from myna.listen.mos import DistillMOS
@@ -157,7 +162,10 @@ def test_the_words_of_a_trained_line_are_flagged_in_a_list_of_sentences(short_ru
     systems = [Recordings("run", 16_000, metadata={"run": str(short_run.folder)})]
     assert mark_seen_items(systems, [replace(item, speaker="") for item in items.items], rows) == []
     assert [row.trained_on for row in rows["run"]] == ["words", ""]
-    assert "1 of these 2 items (0 with the same audio, 1 with the same words)" in seen_warnings(rows)[0]
+    assert (
+        "1 of these 2 items (0 with the same audio, 1 with the same words)"
+        in Results(folder=Path(), rows=rows, base="").warnings[0]
+    )
 
 
 def test_training_data_that_is_gone_is_named_and_nothing_is_refused(workspace: Path, tmp_path: Path) -> None:
@@ -349,7 +357,7 @@ def test_scorers_are_opened_on_the_device_that_was_asked_for(
     monkeypatch.setattr(scoring, "version", lambda _: "1")
     monkeypatch.setattr(pipeline, "score_systems", _stop)
     named: dict[str, Any] = {"asr": str(tmp_path / "whisper"), "speaker_encoder": str(tmp_path / "wavlm")}
-    monkeypatch.setattr(systems, "load_engine", lambda *_, **__: _stand_in_engine())
+    monkeypatch.setattr(evaluation, "load_engine", lambda *_, **__: _stand_in_engine())
     for device in ("cuda", "auto", "cuda:1"):
         devices.clear()
         with pytest.raises(_OpenedError):

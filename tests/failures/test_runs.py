@@ -26,10 +26,10 @@ import myna
 from myna.audio.files import write_audio
 from myna.commands import display, main
 from myna.commands.model import show_model_stats
-from myna.core.config import dump_recipe
+from myna.core.config import SpeechEvalSettings, dump_recipe
 from myna.core.errors import ConfigError, MynaError, TrainingError
 from myna.core.run_folder import Run, checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
-from myna.evaluate.ranking import Constraints, StepScores, best_checkpoint, score_checkpoint
+from myna.evaluate.ranking import StepScores, best_checkpoint, score_checkpoint
 from myna.evaluate.scoring import ItemScores
 from myna.models import open_family
 from myna.train import checkpoint
@@ -199,7 +199,7 @@ def test_a_score_that_is_not_a_number_is_never_the_best(metric: str) -> None:
         StepScores(step, [replace(item, **{metric: value})])
         for step, value in enumerate((getattr(item, metric), math.nan, getattr(item, metric) + 0.1))
     )
-    scores = [score_checkpoint(one, base, Constraints(min_stop_rate=0.9)) for one in (base, *steps)]
+    scores = [score_checkpoint(one, base, SpeechEvalSettings()) for one in (base, *steps)]
     assert any("is not a number" in line for line in scores[1].violations)
     best = best_checkpoint(scores)
     assert best is not None and best.step == 2

@@ -12,8 +12,9 @@ from myna.audio.files import Samples
 from myna.data.manifest import read_manifest
 from myna.demo.run import BUNDLED
 from myna.evaluate.items import EvalItem, EvalSet, load_clip
+from myna.evaluate.metrics import REAL
+from myna.evaluate.pipeline import Recordings, System, SystemOutput
 from myna.evaluate.scoring import Scorers
-from myna.evaluate.systems import REAL, Recordings, System, SystemOutput
 from tests.evaluate.speech import FakeSystem, evaluate_systems
 from tests.real_models import CURATION
 

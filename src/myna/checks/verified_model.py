@@ -15,16 +15,8 @@ from torch import nn
 from myna.core.check import CheckSkipped
 from myna.data.codec import Codec, Codes, Samples
 from myna.data.conversation import AudioClip, Conversation, Reference, answer_conversation, speech_conversation
-from myna.models.base import (
-    AdapterSlots,
-    AnsweringFamily,
-    Family,
-    LoraMatrices,
-    RenderedSequence,
-    Sampling,
-    SpeakingFamily,
-    TransformersGeneration,
-)
+from myna.models import base
+from myna.models.base import AnsweringFamily, RenderedSequence, Sampling, SpeakingFamily
 from myna.speak.scheduler import SPARE_POSITIONS, BatchScheduler, request_sampling
 from myna.speak.streaming import CodeStream, decode_streams
 
@@ -36,13 +28,16 @@ TEXTS = (
 )
 QUESTIONS = ("What is said?", "How is it said, and by whom?", "In which language?")
 GREEDY = Sampling(temperature=0.0, repetition_window=0)
+GreedyChoices = tuple[npt.NDArray[np.int64], bool]
+"""Ids that Myna chose for one prompt, without the end, (frames or tokens, codebooks or 1), and whether the model chose
+the end after the last one."""
 
 
 @dataclass(eq=False)
 class VerifiedModel:
     """The model to verify, with its codec if it speaks."""
 
-    family: Family
+    family: base.Family
     model: nn.Module
     """Model with the adapter on it, until `check_merged` merges it."""
     adapter: Path | None
@@ -96,7 +91,7 @@ class VerifiedModel:
         return [self.family.render(answer_conversation(question, clip, id=question)) for question, clip in questions]
 
     @cached_property
-    def generated(self) -> list[TransformersGeneration]:
+    def generated(self) -> list[base.TransformersGeneration]:
         """Output of transformers' `generate` for the prompts, with the adapter merged."""
         return [self.family.transformers_generate(self.model, prompt, self.frames) for prompt in self.prompts]
 
@@ -108,16 +103,6 @@ class VerifiedModel:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of training."""
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GreedyChoices:
-    """Greedy choices of Myna for one prompt, in the layout of `TransformersGeneration`."""
-
-    choices: npt.NDArray[np.int64]
-    """Chosen ids without the end, shape (frames or tokens, codebooks or 1)."""
-    stopped: bool
-    """Whether the model chose the end after the last id."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,12 +121,12 @@ def greedy_choices(verified: VerifiedModel) -> list[GreedyChoices]:
     """Generate the answer to each prompt by itself, greedily."""
     if isinstance(verified.family, AnsweringFamily):
         answers = [verified.family.answer(verified.model, [prompt], verified.frames)[0] for prompt in verified.prompts]
-        return [GreedyChoices(np.array(answer.ids, np.int64).reshape(-1, 1), answer.stopped) for answer in answers]
+        return [(np.array(answer.ids, np.int64).reshape(-1, 1), answer.stopped) for answer in answers]
     spoken = [speak_together(verified, [one], [verified.frames], 1, sampling=GREEDY)[0] for one in verified.prompts]
-    return [GreedyChoices(one.codes.astype(np.int64), one.stopped) for one in spoken]
+    return [(one.codes.astype(np.int64), one.stopped) for one in spoken]
 
 
-def adapter_choices(verified: VerifiedModel, matrices: LoraMatrices) -> list[GreedyChoices]:
+def adapter_choices(verified: VerifiedModel, matrices: base.LoraMatrices) -> list[GreedyChoices]:
     """Generate greedily with an adapter in a slot beside the base model, in every second row of a batch."""
     family, _ = verified.speaking
     slots = family.adapter_slots(verified.model, 1, max(len(a) for a, _ in matrices.values()))
@@ -149,7 +134,7 @@ def adapter_choices(verified: VerifiedModel, matrices: LoraMatrices) -> list[Gre
     prompts = [prompt for prompt in verified.prompts for _ in range(2)]
     caps, names = [verified.frames] * len(prompts), ["adapter", ""] * len(verified.prompts)
     rows = speak_together(verified, prompts, caps, len(prompts), sampling=GREEDY, slots=slots, adapters=names)
-    return [GreedyChoices(one.codes.astype(np.int64), one.stopped) for one in rows[::2]]
+    return [(one.codes.astype(np.int64), one.stopped) for one in rows[::2]]
 
 
 def speak_together(
@@ -159,7 +144,7 @@ def speak_together(
     rows: int,
     max_frames: int = 0,
     sampling: Sampling | None = None,
-    slots: AdapterSlots | None = None,
+    slots: base.AdapterSlots | None = None,
     adapters: Sequence[str] = (),
 ) -> list[SpokenCodes]:
     """Speak prompts in one batch of a number of rows, with room for `max_frames`; each with its adapter, if named."""

@@ -143,14 +143,13 @@ def check_generate(verified: subject.VerifiedModel) -> Check:
 def _compare_choices(verified: subject.VerifiedModel, choices: Sequence[subject.GreedyChoices]) -> Check:
     """Compare greedy choices for all prompts with transformers' `generate`, up to the first difference."""
     compared, complete, gap, largest, note = 0, 0, 0.0, 0.0, ""
-    for prompt, found, theirs in zip(verified.prompts, choices, verified.generated, strict=True):
-        ours = found.choices
-        if found.stopped:
+    for prompt, (ours, stopped), theirs in zip(verified.prompts, choices, verified.generated, strict=True):
+        if stopped:
             ours = np.concatenate([ours, np.full((1, theirs.choices.shape[1]), theirs.end)])
         count = min(len(ours), len(theirs.choices))
         steps, mine, other = theirs.steps[:count], ours[:count], theirs.choices[:count]
         known = other != interface.IGNORE_INDEX
-        if not found.stopped and len(ours) <= len(theirs.choices):
+        if not stopped and len(ours) <= len(theirs.choices):
             # At the limit of frames the codebooks are forced to end, which the later ones see.
             known &= steps <= theirs.steps[len(ours) - 1, 0]
         different = known & (mine != other)

@@ -69,7 +69,7 @@ def _(call: Call[Evaluation], *, as_json: opt.Json = False) -> None:
         show_json(evaluation.to_json())
         return
     _show_metrics(evaluation)
-    show(*(f"{key}: not measured. {reason}" for key, reason in evaluation.missing.items()))
+    show(*evaluation.unmeasured())
     show(*(f"{diagnosis.name}: {diagnosis.text}" for diagnosis in evaluation.diagnoses), style="yellow")
     show(f"Open {evaluation.folder / 'report.html'}")
 
@@ -123,7 +123,7 @@ def _(
         folder = comparison.folder
         if not as_json:
             _show_metrics(comparison)
-            show(*(f"{key}: not compared. {reason}" for key, reason in comparison.missing.items()), *comparison.notes)
+            show(*comparison.unmeasured("compared"), *comparison.notes)
             show(f"Open {folder / 'compare.html'} to listen without knowing who it is,")
             show(f"or have answers saved: myna compare {folder} --serve")
     else:
@@ -145,7 +145,7 @@ def _settings(options: EvaluationOptions) -> EvaluationSettings:
 
 def _show_metrics(results: Evaluation | Comparison) -> None:
     """Print warnings, then the metrics of each system."""
-    from myna.evaluate import metrics, systems
+    from myna.evaluate import metrics
 
     show_warnings(results.warnings)
     rows = []
@@ -153,7 +153,7 @@ def _show_metrics(results: Evaluation | Comparison) -> None:
         estimates = [found.get(metric.key) for found in results.estimates.values()]
         if any(estimate is not None and estimate.n for estimate in estimates):
             rows.append([metric.title, *(metric.format_estimate(value) if value else "" for value in estimates)])
-    show_table(["", *map(systems.system_title, results.estimates)], rows)
+    show_table(["", *map(metrics.system_title, results.estimates)], rows)
 
 
 def _show_preferences(preferences: Preferences, *, stderr: bool = False) -> None:

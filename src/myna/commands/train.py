@@ -254,6 +254,6 @@ def show_demo(result: DemoResult) -> None:
     """Print the table of scores, the metrics that are missing, and the next command."""
     show_table(*result.score_table())
     minutes, gigabytes = sum(result.seconds.values()) / 60, result.peak_memory_bytes / 1e9
-    show(*result.unmeasured, f"{minutes:.1f} minutes, at most {gigabytes:.1f} GB of memory")
+    show(*result.unmeasured(), f"{minutes:.1f} minutes, at most {gigabytes:.1f} GB of memory")
     show(f"Open {result.folder / 'report.html'}")
     show("Go on with your own recordings: myna demo --voice FOLDER --out demo-mine")

@@ -9,8 +9,6 @@ scores.json     the metrics
 report.html     all of it on one page, which opens without a network
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import time
@@ -20,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
@@ -35,23 +33,20 @@ from myna.core.run_folder import Run
 from myna.data.manifest import Utterance, read_manifest, write_manifest
 from myna.data.prepare import ImportSettings, import_folder, prepare_folder
 from myna.data.split import TEXTS, TRAIN, DatasetSplit, split_folder, subset_folder
-from myna.evaluate import pages, pipeline, scoring
+from myna.evaluate import pipeline, scoring
 from myna.evaluate.callback import SpeechEvaluation
-from myna.evaluate.evaluation import Results, save_json
 from myna.evaluate.items import EvalItem, EvalSet, clip_seconds, load_clip
-from myna.evaluate.metrics import METRICS_BY_KEY, missing_metrics
+from myna.evaluate.metrics import METRICS_BY_KEY, REAL, missing_metrics
 from myna.evaluate.model_card import write_run_card
-from myna.evaluate.systems import REAL, Recordings, SpeechSystem
+from myna.evaluate.pipeline import Recordings, SpeechSystem
 from myna.models import is_model_name, open_family
 from myna.models.ref import ModelRef
 from myna.report import page
 from myna.speak.loading import load_engine
 from myna.text.normalization import alphanumeric
 from myna.train.launch import start_training
+from myna.train.loop import TrainingObserver
 from myna.train.memory_plan import peak_memory
-
-if TYPE_CHECKING:
-    from myna.train.loop import TrainingObserver
 
 BUNDLED = Path(__file__).parent / "recordings"
 """Three minutes of a voice that fledgling was not trained on; some clips are marked `held_out`."""
@@ -159,7 +154,7 @@ def clean_reference(clip: Utterance, sample_rate: int = 24_000) -> CheckedRefere
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoResult(Results):
+class DemoResult(pipeline.Results):
     """Scores of the real recordings and of the speech before and after training, and how they were made."""
 
     source: str | None
@@ -180,10 +175,6 @@ class DemoResult(Results):
     @property
     def texts(self) -> list[str]:
         return [row.text for row in self.rows[REAL]]
-
-    @property
-    def unmeasured(self) -> list[str]:
-        return [f"{METRICS_BY_KEY[key].title}: not measured. {reason}" for key, reason in self.missing.items()]
 
     def score_table(self) -> tuple[list[str], list[list[str]]]:
         """Return the header and the rows of the table of scores; the last row has the changes."""
@@ -364,7 +355,7 @@ def run_demo(
         seconds=seconds,
         peak_memory_bytes=peak_memory(torch.device(DEVICE)),
     )
-    save_json(out / "scores.json", result.to_json())
+    pipeline.save_json(out / "scores.json", result.to_json())
     save_text(out / "report.html", demo_page(result))
     return result
 
@@ -408,7 +399,7 @@ def demo_page(result: DemoResult) -> str:
     part = f", {result.strength:.0%} of it: with more the voice is more alike, and more words are lost"
     header, rows = result.score_table()
     metrics, change = [METRICS_BY_KEY[key] for key in SHOWN_METRICS], result.differences[AFTER]
-    changes = [pages.difference_cell(metric, change[metric.key]) for metric in metrics]
+    changes = [pipeline.difference_cell(metric, change[metric.key]) for metric in metrics]
     by_id = {name: {row.id: row for row in scores} for name, scores in result.rows.items()}
     stages = [(name, f"{seconds:.1f} s") for name, seconds in result.seconds.items()]
     run, reference, recipe = (
@@ -433,12 +424,12 @@ def demo_page(result: DemoResult) -> str:
         page.heading("Listen"),
         page.paragraph("A click on a spectrogram plays from there. Time runs to the right, frequency upwards."),
         *(
-            pages.item_section(row, {name: of[row.id] for name, of in by_id.items()}, result.folder / SCORES_FOLDER)
+            pipeline.item_section(row, {name: of[row.id] for name, of in by_id.items()}, result.folder / SCORES_FOLDER)
             for row in result.rows[REAL]
         ),
         page.heading("Scores"),
         page.table("Scores of the real recordings, before and after", header, [*rows[:-1], [rows[-1][0], *changes]]),
-        *(page.paragraph(reason, "missing") for reason in result.unmeasured),
+        *(page.paragraph(reason, "missing") for reason in result.unmeasured()),
         page.paragraph(
             f"Over {len(result.texts)} texts, with 95 % intervals; a change whose interval holds zero says nothing, "
             f"and {len(result.texts)} texts are few. Similarity is that of each clip to the mean of the real "

@@ -11,11 +11,10 @@ RUN/speech_eval/
   report.html         all steps side by side, rewritten at every evaluation
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import nn
@@ -26,9 +25,10 @@ from myna.core.io import atomic_write, remove_temporary_files, safe_file_name, s
 from myna.core.progress import ProgressCallback, silent
 from myna.data.codec import Codec
 from myna.data.conversation import Reference
-from myna.evaluate import pages, pipeline, ranking, scoring
+from myna.evaluate import pipeline, ranking, scoring
 from myna.evaluate.items import EvalSet, load_eval_set, split_items
-from myna.evaluate.systems import REAL, Recordings, SpeechSystem, System
+from myna.evaluate.metrics import REAL
+from myna.evaluate.pipeline import Recordings, SpeechSystem, System
 from myna.models import open_family
 from myna.models.base import SpeakingFamily
 from myna.report import page
@@ -68,7 +68,7 @@ class SpeechEvaluation:
     _references: dict[str, Reference] = field(default_factory=dict)
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe, run: Path, progress: ProgressCallback = silent) -> SpeechEvaluation:
+    def from_recipe(cls, recipe: Recipe, run: Path, progress: ProgressCallback = silent) -> Self:
         """Open everything that is needed, so that missing data or scorers are found now."""
         settings, model, data = recipe.speech_eval, recipe.model, recipe.data
         family = open_family(model.source, revision=model.revision, codec=model.codec)
@@ -102,10 +102,8 @@ class SpeechEvaluation:
 
     @property
     def history(self) -> ranking.TrainingHistory:
-        settings = self.recipe.speech_eval
         steps = [self.steps[step] for step in sorted(self.steps)]
-        constraints = ranking.Constraints(settings.min_stop_rate, settings.min_mos)
-        return ranking.TrainingHistory(self.recipe.name, steps, constraints, self.recordings)
+        return ranking.TrainingHistory(self.recipe.name, steps, self.recipe.speech_eval, self.recordings)
 
     def describe(self) -> Sequence[str]:
         items, speakers = len(self.eval_set.items), len({item.speaker for item in self.eval_set.items})
@@ -278,7 +276,7 @@ def _step_items(history: ranking.TrainingHistory, shown: int, folder: Path) -> l
     folders = {REAL: folder / "real"} | {ranking.step_name(step): folder / pipeline.step_folder(step) for step in steps}
     order = [REAL, *map(ranking.step_name, steps)]
     return [
-        pages.item_section(
+        pipeline.item_section(
             row,
             {name: rows[name][row.id] for name in order if row.id in rows[name]},
             folders,

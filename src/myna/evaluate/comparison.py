@@ -6,10 +6,7 @@ OUT/preferences/       the answers, a file for each listener
 OUT/items, OUT/audio   what had to be generated and scored for it, as by `myna evaluate`
 """
 
-from __future__ import annotations
-
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,14 +16,13 @@ import numpy as np
 
 from myna.audio.files import Samples
 from myna.core.errors import ConfigError, DataError
-from myna.core.io import atomic_write, bytes_hash, claim_folder, lock_folder, safe_file_name, save_text
+from myna.core.io import bytes_hash, claim_folder, lock_folder, safe_file_name, save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.core.statistics import CONFIDENCE_LEVEL
-from myna.evaluate import listening, pages, pipeline
-from myna.evaluate.evaluation import EVALUATION_FILE, EvaluationSettings, Results, mark_seen_items, save_json
-from myna.evaluate.items import EvalSet
-from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, MetricEstimates, missing_metrics
-from myna.evaluate.systems import REAL, Recordings, Subject, System
+from myna.evaluate import listening, pipeline
+from myna.evaluate.evaluation import EVALUATION_FILE, EvaluationSettings, Subject
+from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, REAL, MetricEstimates, missing_metrics
+from myna.evaluate.pipeline import Recordings
 from myna.report import page
 
 COMPARISON_FILE, PAGE_FILE = "compare.json", "compare.html"
@@ -41,30 +37,8 @@ FRAME_SAMPLES, PAUSE_SHARE = 480, 0.03
 """Frames whose level is below this share of the loudest are pauses and do not count."""
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluatedSystem:
-    """System of an evaluation folder."""
-
-    name: str
-    folder: Path
-    system: str
-    """Name of the system in the evaluation."""
-    evaluation: dict[str, Any]
-    """Content of the folder's evaluation.json."""
-
-    def load_scores(self, system: str, name: str) -> listening.ComparedSystem | None:
-        rows = [row for row in pipeline.read_item_scores(self.folder / pipeline.ITEMS_FILE) if row.system == system]
-        return listening.ComparedSystem(name, rows, self.folder) if rows else None
-
-    def load(self) -> listening.ComparedSystem:
-        scores = self.load_scores(self.system, self.name)
-        if scores is None:
-            raise DataError(f"{self.folder} has no items of {self.system}", hint="run `myna evaluate` there again")
-        return scores
-
-
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Results):
+class Comparison(pipeline.Results):
     """Results of several systems on their common items, and blind trials. Differences are from the first system."""
 
     systems: tuple[listening.ComparedSystem, ...]
@@ -111,12 +85,11 @@ def compare_systems(
         )
     parsed = [_parse_subject(subject, settings.model) for subject in subjects]
     names = [subject.name for subject in parsed]
-    if len({safe_file_name(name).casefold() for name in names}) < len(names):
-        raise ConfigError(f"two have one name: {', '.join(names)}", hint="give them as NAME=FOLDER")
+    pipeline.check_names(names)
     out = out or Path("comparisons") / safe_file_name("-and-".join(names))
     if (out / EVALUATION_FILE).is_file():
         raise ConfigError(f"{out} is the folder of an evaluation", hint="choose another --out")
-    evaluated = [subject for subject in parsed if isinstance(subject, EvaluatedSystem)]
+    evaluated = [subject for subject in parsed if isinstance(subject, listening.ComparedSystem)]
     sources = [subject for subject in parsed if isinstance(subject, Subject)]
     inputs = [*(one.folder for one in evaluated), *(Path(one.ref.source) for one in sources), *settings.inputs]
     claim_folder(out, "comparison", known=(COMPARISON_FILE,), inputs=inputs, force=settings.force)
@@ -125,8 +98,8 @@ def compare_systems(
         missing = {
             key: reason for one in reversed(evaluated) for key, reason in one.evaluation.get("missing", {}).items()
         }
-        systems = {subject.name: subject.load() for subject in evaluated}
-        real = next((found for one in evaluated if (found := one.load_scores(REAL, REAL)) is not None), None)
+        systems = {one.name: one for one in evaluated}
+        real = next((found for one in evaluated if (found := _read_system(REAL, one.folder, REAL)).rows), None)
         notes: list[str] = []
         if sources:
             eval_set, scorers = settings.eval_set(sources[0]), settings.open_scorers()
@@ -134,18 +107,9 @@ def compare_systems(
             # `myna evaluate` leaves its results in the folders of runs.
             of_runs = [source.ref.run.folder / "evaluation" for source in sources if source.ref.run is not None]
             folders = [one.folder for one in evaluated] + [one for one in of_runs if (one / EVALUATION_FILE).is_file()]
-            rows = pipeline.score_systems(
-                eval_set,
-                [Recordings(REAL, generated[0].sample_rate), *generated],
-                scorers,
-                out,
-                batch_size=settings.batch_size,
-                progress=progress,
-                before_system=lambda system: reuse_scores(system, eval_set, folders, out),
-                save_references=True,
-            )
+            spoken: list[pipeline.System] = [Recordings(REAL, generated[0].sample_rate), *generated]
+            rows, notes = settings.score(eval_set, spoken, scorers, out, progress, reuse=folders)
             missing |= missing_metrics(scorers.missing)
-            notes += [*eval_set.notes, *scorers.notes, *mark_seen_items(generated, eval_set.items, rows)]
             scored = {name: listening.ComparedSystem(name, items, out) for name, items in rows.items()}
             real = scored.pop(REAL)
             systems |= scored
@@ -159,7 +123,7 @@ def compare_systems(
             notes=notes,
             settings={"subjects": list(subjects), "out": str(out), "trials": trials, **settings.to_json()},
         )
-        save_json(out / COMPARISON_FILE, comparison.to_json())
+        pipeline.save_json(out / COMPARISON_FILE, comparison.to_json())
         save_text(out / PAGE_FILE, comparison_page(comparison))
         return comparison
 
@@ -224,7 +188,7 @@ def common_items(systems: Sequence[listening.ComparedSystem]) -> tuple[list[list
     return compared, notes
 
 
-def _parse_subject(text: str, base: str | None) -> EvaluatedSystem | Subject:
+def _parse_subject(text: str, base: str | None) -> listening.ComparedSystem | Subject:
     """Resolve a system of an evaluation folder, or a subject as `myna evaluate` takes it."""
     name, separator, source = text.partition("=")
     if not separator or Path(text).exists():
@@ -244,10 +208,19 @@ def _parse_subject(text: str, base: str | None) -> EvaluatedSystem | Subject:
             f"{folder} holds no {system}, but {', '.join(systems)}",
             hint=f"name one of these: {folder}:{next(iter(systems), 'base')}",
         )
-    return EvaluatedSystem(name or system, folder, system, evaluation)
+    found = _read_system(name or system, folder, system)
+    if not found.rows:
+        raise DataError(f"{folder} has no items of {system}", hint="run `myna evaluate` there again")
+    return replace(found, evaluation=evaluation)
 
 
-def _check_seeds(evaluated: Sequence[EvaluatedSystem], seed: int | None) -> None:
+def _read_system(name: str, folder: Path, system: str) -> listening.ComparedSystem:
+    """Read what an evaluation folder has of a system, if anything, and give it a name."""
+    rows = [row for row in pipeline.read_item_scores(folder / pipeline.ITEMS_FILE) if row.system == system]
+    return listening.ComparedSystem(name, rows, folder)
+
+
+def _check_seeds(evaluated: Sequence[listening.ComparedSystem], seed: int | None) -> None:
     seeds = {subject.name: int(subject.evaluation.get("settings", {}).get("seed", 0)) for subject in evaluated}
     seeds |= {"this comparison": seed} if seed is not None else {}
     if len(set(seeds.values())) > 1:
@@ -256,27 +229,6 @@ def _check_seeds(evaluated: Sequence[EvaluatedSystem], seed: int | None) -> None
             f"items were chosen and spoken by different seeds: {by_seed}",
             hint="evaluate again with the same --seed, or give that --seed here",
         )
-
-
-def reuse_scores(system: System, eval_set: EvalSet, folders: Sequence[Path], out: Path) -> None:
-    """Copy what evaluations have of a system, whatever its name there: equal keys are equal audio."""
-    results = pipeline.ItemScoresFile(out, system.name)
-    keys = {item.id: pipeline.generation_key(system, item) for item in eval_set.items if system.supports(item)}
-    keys = {id: key for id, key in keys.items() if id not in results.rows or results.rows[id].key != key}
-    needed = len(keys)
-    for folder in folders if keys else ():
-        for file in sorted((folder / pipeline.ITEMS_FOLDER).glob("*.parquet")):
-            for row in pipeline.read_item_scores(file):
-                if keys.get(row.id) != row.key or (row.audio and not (folder / row.audio).is_file()):
-                    continue
-                audio = pipeline.audio_path(system.name, row.id) if row.audio else ""
-                if audio:
-                    with atomic_write(out / audio) as temporary:
-                        shutil.copyfile(folder / row.audio, temporary)
-                results.rows[row.id] = replace(row, system=system.name, audio=audio)
-                del keys[row.id]
-    if len(keys) < needed:
-        results.save()
 
 
 def is_comparison(folder: Path) -> bool:
@@ -294,7 +246,7 @@ def add_preferences(folder: Path, files: Sequence[Path]) -> listening.Preference
         listening.save_listener_answers(folder, listening.parse_listener_answers(content, str(file)))
     trials = [listening.ListeningTrial.from_json(trial) for trial in comparison["trials"]]
     preferences = listening.aggregate_preferences(trials, listening.load_listener_answers(folder), comparison["names"])
-    save_json(folder / COMPARISON_FILE, comparison | {"preferences": preferences.to_json()})
+    pipeline.save_json(folder / COMPARISON_FILE, comparison | {"preferences": preferences.to_json()})
     return preferences
 
 
@@ -343,7 +295,7 @@ def comparison_page(comparison: Comparison) -> str:
         *(page.paragraph(f"{note}.", "note") for note in comparison.notes),
         page.heading("Scores"),
         *_compared_metrics(comparison.estimates, "Scores by system"),
-        *pages.missing_notes(comparison.missing, "compared"),
+        *(page.paragraph(sentence, "missing") for sentence in comparison.unmeasured("compared")),
         page.heading(f"Against {first}, on the same items"),
         *_compared_metrics(comparison.differences, f"Differences from {first}", differences=True),
         page.paragraph("In color: what differs beyond its interval.", "note"),
@@ -359,9 +311,9 @@ def _compared_metrics(
 ) -> list[page.Section]:
     main = [METRICS_BY_KEY[key] for key in COMPARED_METRICS]
     others = [metric for metric in METRICS if metric.key not in COMPARED_METRICS]
-    rest = pages.metrics_table(systems, f"{caption}, the rest", others, differences=differences)
+    rest = pipeline.metrics_table(systems, f"{caption}, the rest", others, differences=differences)
     more = [page.details("More figures", *rest)] if rest else []
-    return [*pages.metrics_table(systems, caption, main, differences=differences), *more]
+    return [*pipeline.metrics_table(systems, caption, main, differences=differences), *more]
 
 
 def _listening_test(comparison: Comparison) -> list[page.Section]:
@@ -398,24 +350,19 @@ def _encode_sounds(comparison: Comparison) -> tuple[dict[str, str | None], dict[
     """Return data URIs by sound id, all sounds of an item equally loud; and ids of the real recordings by item."""
     uris: dict[str, str | None] = {}
     real_ids: dict[str, str] = {}
-    rows = {system.name: {row.id: row for row in system.rows} for system in comparison.systems}
-    folders = {system.name: system.folder for system in comparison.systems}
-    real = comparison.real
-    recordings = {row.id: row for row in real.rows} if real is not None else {}
-    for number, name in enumerate(dict.fromkeys(trial.item for trial in comparison.trials)):
+    systems, real = {system.name: system for system in comparison.systems}, comparison.real
+    for number, item in enumerate(dict.fromkeys(trial.item for trial in comparison.trials)):
         samples = {
-            sound: pipeline.load_audio(rows[system][name], folders[system], pages.PLAYER_SAMPLE_RATE)
+            sound: systems[system].load_audio(item, pipeline.PLAYER_SAMPLE_RATE)
             for trial in comparison.trials
-            if trial.item == name
+            if trial.item == item
             for sound, system in zip(trial.sounds, trial.systems, strict=True)
         }
-        if real is not None and name in recordings:
-            real_ids[name] = f"real-{number}"
-            samples[real_ids[name]] = pipeline.load_audio(recordings[name], real.folder, pages.PLAYER_SAMPLE_RATE)
+        if real is not None and any(row.id == item for row in real.rows):
+            real_ids[item] = f"real-{number}"
+            samples[real_ids[item]] = real.load_audio(item, pipeline.PLAYER_SAMPLE_RATE)
         for id, sound in match_loudness(samples).items():
-            uris[id] = (
-                page.data_uri(page.encode_flac(sound, pages.PLAYER_SAMPLE_RATE), "audio/flac") if len(sound) else None
-            )
+            uris[id] = page.audio_uri(sound, pipeline.PLAYER_SAMPLE_RATE)
     return uris, real_ids
 
 

@@ -7,31 +7,42 @@ OUT/report.html       the page
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from myna.core.errors import ConfigError, MynaError
+import numpy as np
+
+from myna.core.config import DataSettings
+from myna.core.errors import ConfigError, MynaError, SpeakError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER, claim_folder, lock_folder, save_text
 from myna.core.progress import ProgressCallback, silent
 from myna.core.run_folder import RunFolder
+from myna.core.statistics import CONFIDENCE_LEVEL
 from myna.data.split import ComparedClip, TrainedClips
-from myna.evaluate import metrics, pages, pipeline, scoring
-from myna.evaluate.items import EvalItem, EvalSet
-from myna.evaluate.systems import BASE, REAL, ROUND_TRIP, Recordings, Subject, System
-from myna.models.files import format_names
+from myna.evaluate import metrics, pipeline
+from myna.evaluate.items import EvalItem, EvalSet, load_eval_set
+from myna.evaluate.metrics import BASE, METRICS, METRICS_BY_KEY, REAL, ROUND_TRIP, SYSTEM_TITLES, system_title
+from myna.evaluate.pipeline import Recordings, SpeechSystem, System
+from myna.evaluate.scoring import ItemScores, Scorers
+from myna.models.ref import ModelRef, split_name
+from myna.report import page
 from myna.speak.engine import encode_clip
+from myna.speak.loading import load_engine
 
 EVALUATION_FILE, PAGE_FILE = "evaluation.json", "report.html"
-GROUPS: Mapping[str, Callable[[scoring.ItemScores], str]] = {
+GROUPS: Mapping[str, Callable[[ItemScores], str]] = {
     "speaker": lambda row: row.speaker or "unnamed",
     "language": lambda row: row.language or "unnamed",
     "length": lambda row: {"word": "one word", "sentence": "usual", "long": "very long"}[row.length_class],
 }
+SHOWN_ITEMS = 20
+"""Items with players. A page with a thousand would not open; the audio of all lies beside it."""
+HISTOGRAM_BINS = 24
+HISTOGRAMS = ("cer", "similarity", "distillmos", "speaking_rate", "pitch")
 NOT_APPLICABLE_REASONS = {
     "similarity": "no item has a recording of its speaker",
     "similarity_rank1": "there is only one speaker to choose from",
@@ -69,91 +80,42 @@ class EvaluationSettings:
     def inputs(self) -> list[Path]:
         return [path for path in (self.data, self.sentences) if path is not None]
 
-    def open_scorers(self) -> scoring.Scorers:
-        return scoring.Scorers.open(self.asr, self.speaker_encoder, device=self.device)
+    def open_scorers(self) -> Scorers:
+        return Scorers.open(self.asr, self.speaker_encoder, device=self.device)
 
     def eval_set(self, subject: Subject) -> EvalSet:
-        """Load the items; by default the held-out data of the subject."""
-        return subject.eval_set(self.data, self.sentences, seed=self.seed, limit=self.limit, language=self.language)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Results:
-    """Scores of systems on the same items: metrics, differences from one system, and what is missing."""
-
-    folder: Path
-    rows: Mapping[str, Sequence[scoring.ItemScores]]
-    """Item scores by system."""
-    base: str
-    """System that differences are taken from."""
-    unpaired: tuple[str, ...] = ()
-    """Systems without differences."""
-    unavailable: Mapping[str, str] = field(default_factory=dict)
-    """Reason for each metric whose scorer could not be opened, by metric."""
-    notes: Sequence[str] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def estimates(self) -> dict[str, metrics.MetricEstimates]:
-        """Metrics by system."""
-        return {name: self._comparable(metrics.estimate_metrics(rows)) for name, rows in self.rows.items()}
-
-    @cached_property
-    def differences(self) -> dict[str, metrics.MetricEstimates]:
-        """Differences from the base by system, on the items that both have spoken."""
-        base = self.rows.get(self.base)
-        names = [name for name in self.rows if name not in (self.base, *self.unpaired)]
-        if base is None:
-            return {}
-        return {
-            name: self._comparable(
-                {one.key: metrics.estimate_difference(one.ratio, self.rows[name], base) for one in metrics.METRICS}
+        """Load the items of `sentences` or of `data`; by default the held-out data of the subject."""
+        data, sentences, run = self.data, self.sentences, subject.ref.run
+        if data is None and run is not None:
+            data = run.recipe.data.evaluation or (run.recipe.data.train if sentences is not None else None)
+        if data is None and sentences is None:
+            raise ConfigError(
+                "there is nothing to say: no `data`, no `sentences`, and no data.evaluation in a recipe",
+                hint="myna evaluate RUN --data data/HELD_OUT, or --sentences FILE with one sentence a line",
             )
-            for name in names
-        }
+        settings = run.recipe.data if run is not None else DataSettings(train=data) if data is not None else None
+        scene = subject.ref.metadata.scene if subject.ref.is_trained else ""
+        return load_eval_set(data, sentences, settings, self.seed, self.limit, self.language, scene)
 
-    @cached_property
-    def incomparable(self) -> dict[str, str]:
-        """Reason for each metric that different scorers have measured, which says nothing about the systems."""
-        found: dict[str, str] = {}
-        for scorer in sorted({metric.scorer for metric in metrics.METRICS if metric.scorer}):
-            names = sorted({getattr(row, f"{scorer}_model") for rows in self.rows.values() for row in rows} - {""})
-            if len(names) > 1:
-                reason = (
-                    f"measured by different scorers or against other clips ({'; '.join(names)}); evaluate them alike"
-                )
-                found |= {metric.key: reason for metric in metrics.METRICS if metric.scorer == scorer}
-        return found
-
-    @property
-    def missing(self) -> dict[str, str]:
-        """Reason for each metric without a value, by metric."""
-        return {**self.unavailable, **self.incomparable}
-
-    @property
-    def warnings(self) -> list[str]:
-        """Sentences that belong above every figure: items that a system had seen before."""
-        return seen_warnings(self.rows)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the schema that `myna evaluate`, `myna compare` and `myna demo` write."""
-        return {
-            "warnings": self.warnings,
-            "settings": dict(self.settings),
-            "items": max(map(len, self.rows.values()), default=0),
-            "looped": {name: metrics.count_looped(rows) for name, rows in self.rows.items()},
-            "systems": estimates_to_json(self.estimates),
-            "differences": estimates_to_json(self.differences),
-            "missing": self.missing,
-            "notes": list(self.notes),
-        }
-
-    def _comparable(self, estimates: metrics.MetricEstimates) -> metrics.MetricEstimates:
-        return {key: estimate for key, estimate in estimates.items() if key not in self.incomparable}
+    def score(
+        self,
+        eval_set: EvalSet,
+        systems: Sequence[System],
+        scorers: Scorers,
+        out: Path,
+        progress: ProgressCallback,
+        reuse: Sequence[Path] = (),
+    ) -> tuple[dict[str, list[ItemScores]], list[str]]:
+        """Score the systems, say which items they had seen before, and return notes on what is not as one expects."""
+        size = self.batch_size
+        rows = pipeline.score_systems(
+            eval_set, systems, scorers, out, batch_size=size, progress=progress, save_references=True, reuse=reuse
+        )
+        return rows, [*eval_set.notes, *scorers.notes, *mark_seen_items(systems, eval_set.items, rows)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation(Results):
+class Evaluation(pipeline.Results):
     """Results of one system beside the recordings and its base, with groups of items and diagnoses."""
 
     system: str
@@ -186,7 +148,7 @@ class Evaluation(Results):
     def missing(self) -> dict[str, str]:
         """Reason for each metric without a value, and for missing recordings."""
         missing = {}
-        for metric in metrics.METRICS:
+        for metric in METRICS:
             if metric.key in self.unavailable:
                 missing[metric.key] = self.unavailable[metric.key]
             elif not any(estimates[metric.key].n for estimates in self.estimates.values()):
@@ -203,13 +165,64 @@ class Evaluation(Results):
                 name: {row.id: row.trained_on for row in rows if row.trained_on} for name, rows in self.rows.items()
             },
             "groups": {
-                kind: {group: estimates_to_json(systems) for group, systems in groups.items()}
+                kind: {group: pipeline.estimates_to_json(systems) for group, systems in groups.items()}
                 for kind, groups in self.groups.items()
             },
             "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
             "scorers": dict(self.scorer_names),
             "metadata": {name: dict(metadata) for name, metadata in self.metadata.items()},
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Run, adapter or model to evaluate, with its name in the report."""
+
+    name: str
+    ref: ModelRef
+
+    @classmethod
+    def parse(cls, text: str, base: str | None = None) -> Subject:
+        """Resolve SOURCE or NAME=SOURCE; a run or an adapter is opened on another `base` model if one is given."""
+        name, source = split_name(text)
+        if name in SYSTEM_TITLES:
+            raise ConfigError(f"a model cannot be called {name} here", hint=f"give it another name: mine={source}")
+        return cls(name, ModelRef.find(source, base))
+
+    def system(self, *, seed: int, device: str, strength: float = 1.0, codec: str | None = None) -> SpeechSystem:
+        """Return the system; its weights are loaded when it speaks. `strength` scales its LoRA."""
+        ref = self.ref
+        metadata: dict[str, Any] = {"model": ref.base_source}
+        if not ref.is_trained and strength != 1.0:
+            raise SpeakError(
+                f"`strength` scales the LoRA of a run, and {ref.source} is a model by itself", hint="leave it out"
+            )
+        if ref.is_trained:
+            metadata = run_metadata(ref.run) if ref.run is not None else metadata | {"adapter": str(ref.folder)}
+        return SpeechSystem(
+            self.name,
+            lambda: load_engine(ref, codec=codec, device=device, strength=strength),
+            seed,
+            metadata | ({"strength": strength} if strength != 1.0 else {}),
+        )
+
+
+def run_metadata(run: RunFolder) -> dict[str, Any]:
+    """Read run folder, model and evaluation loss: that of the best checkpoint by speech, if speech was evaluated."""
+    metadata: dict[str, Any] = {"run": str(run.folder), "model": run.recipe.model.source}
+    notes: list[str] = []
+    rows = run.read_metrics(notes.append)
+    metadata |= {"notes": notes} if notes else {}
+    # A loss that was not finite is None.
+    losses = {row["step"]: row["evaluation"]["loss"] for row in rows if "evaluation" in row}
+    train_losses = [row["loss"] for row in rows if "loss" in row]
+    best_steps = [row["speech_eval"]["best_step"] for row in rows if "speech_eval" in row]
+    if losses:
+        lowest = min((loss for loss in losses.values() if loss is not None), default=None)
+        metadata |= {"loss": losses.get(best_steps[-1], lowest) if best_steps else lowest, "base_loss": losses.get(0)}
+    elif train_losses:
+        metadata |= {"loss": train_losses[-1]}
+    return metadata
 
 
 def evaluate_system(
@@ -235,9 +248,12 @@ def evaluate_system(
         )
     system = subject.system(seed=seed, device=device, strength=strength)
     others = [Subject.parse(other).system(seed=seed, device=device) for other in against]
-    base = subject.base_system(seed=seed, device=device)
-    if base is None and others:
-        base = replace(others.pop(0), name=BASE)
+    base = []
+    if subject.ref.is_trained:
+        untuned = Subject(BASE, ModelRef.find(subject.ref.base_source))
+        base = [untuned.system(seed=seed, device=device, codec=subject.ref.metadata.codec)]
+    elif others:
+        base = [replace(others.pop(0), name=BASE)]
     run = subject.ref.run
     out = out or (run.folder / "evaluation" if run is not None else Path("evaluations") / subject.name)
     inputs = [Path(subject.ref.source), *settings.inputs]
@@ -248,33 +264,19 @@ def evaluate_system(
         systems: list[System] = [
             Recordings(REAL, rate),
             Recordings(ROUND_TRIP, rate, revision, lambda clip: codec.decode(encode_clip(codec, clip))),
-            *(system, *([base] if base is not None else []), *others),
+            *(system, *base, *others),
         ]
-        scorers, notes = settings.open_scorers(), list(eval_set.notes)
-        seen_notes: list[str] = []
-        rows = pipeline.score_systems(
-            eval_set,
-            systems,
-            scorers,
-            out,
-            batch_size=settings.batch_size,
-            progress=progress,
-            save_references=True,
-            annotate=lambda rows: seen_notes.extend(mark_seen_items(systems, eval_set.items, rows)),
-        )
+        scorers = settings.open_scorers()
+        rows, notes = settings.score(eval_set, systems, scorers, out, progress)
+        pipeline.write_item_scores(out / pipeline.ITEMS_FILE, itertools.chain.from_iterable(rows.values()))
         metadata = {one.name: one.metadata for one in systems}
-        metadata[subject.name] = {
-            **metadata[subject.name],
-            "notes": [*metadata[subject.name].get("notes", ()), *seen_notes],
-        }
-        notes += [*scorers.notes, *(note for known in metadata.values() for note in known.get("notes", ()))]
         evaluation = Evaluation(
             folder=out,
             rows=rows,
             base=BASE,
             unpaired=(REAL, ROUND_TRIP),
             unavailable=metrics.missing_metrics(scorers.missing),
-            notes=notes,
+            notes=[*notes, *(note for known in metadata.values() for note in known.get("notes", ()))],
             settings={
                 **{"subject": name, "against": list(against), "out": str(out), "strength": strength},
                 **settings.to_json(),
@@ -285,21 +287,13 @@ def evaluate_system(
             metadata=metadata,
             run=run,
         )
-        save_json(out / EVALUATION_FILE, evaluation.to_json())
-        save_text(out / PAGE_FILE, pages.evaluation_page(evaluation))
+        pipeline.save_json(out / EVALUATION_FILE, evaluation.to_json())
+        save_text(out / PAGE_FILE, evaluation_page(evaluation))
         return evaluation
 
 
-def save_json(file: Path, content: Mapping[str, Any]) -> None:
-    save_text(file, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def estimates_to_json(systems: Mapping[str, metrics.MetricEstimates]) -> dict[str, Any]:
-    return {name: {key: value.to_json() for key, value in of.items()} for name, of in systems.items()}
-
-
 def mark_seen_items(
-    systems: Iterable[System], items: Sequence[EvalItem], rows: Mapping[str, Sequence[scoring.ItemScores]]
+    systems: Iterable[System], items: Sequence[EvalItem], rows: Mapping[str, Sequence[ItemScores]]
 ) -> list[str]:
     """Set `trained_on` and `chose_checkpoint` of the scores of each run; return notes on what cannot be known."""
     notes = []
@@ -326,21 +320,106 @@ def mark_seen_items(
     return notes
 
 
-def seen_warnings(rows: Mapping[str, Sequence[scoring.ItemScores]]) -> list[str]:
-    """Say for the head of a report how many items each system had seen before."""
-    warnings = []
-    for system, scores in rows.items():
-        trained = {row.id: row.trained_on for row in scores if row.trained_on}
-        if trained:
-            same = Counter(trained.values())
-            warnings.append(
-                f"{system} was trained on {len(trained)} of these {len(scores)} items ({same['audio']} with the same "
-                f"audio, {same['words']} with the same words): {format_names(list(trained))}. Its scores on them say "
-                "nothing about new texts; hold items out before training: myna split DATA --texts 20"
+def evaluation_page(evaluation: Evaluation) -> str:
+    """Render diagnoses, metrics, and the worst items with players."""
+    name, items, estimates = evaluation.system, evaluation.eval_set.items, evaluation.estimates
+    rows = pipeline.worst_first(evaluation.rows[name])
+    by_id = {system: {row.id: row for row in of} for system, of in evaluation.rows.items()}
+    speakers = len({item.speaker for item in items if item.speaker})
+    measured = {key for key, estimate in estimates[name].items() if estimate.n}
+    sections = [
+        page.heading(f"{name}, speech evaluation", 1),
+        page.paragraph(
+            f"{len(items)} items of {f'{speakers} speakers' if speakers > 1 else 'one speaker'}, spoken by the model"
+            f"{', by its base' if BASE in estimates else ''} and by the people themselves where there are recordings. "
+            f"Every mean has an interval that holds {CONFIDENCE_LEVEL:.0%} of what other draws of such items would "
+            "give. It is over items: other speakers may differ by more.",
+            "lead",
+        ),
+        *(page.paragraph(f"{warning}.", "missing bad") for warning in evaluation.warnings),
+    ]
+    if evaluation.diagnoses:
+        sections.append(page.heading("What is wrong"))
+    else:
+        sections.append(page.paragraph("None of the defects that are looked for was found."))
+    for diagnosis in evaluation.diagnoses:
+        first = f" First: {', '.join(diagnosis.items[:5])}." if diagnosis.items else ""
+        metric = METRICS_BY_KEY.get(diagnosis.metric)
+        sections.append(
+            page.card(
+                f"{system_title(diagnosis.system)}: {diagnosis.name}",
+                page.paragraph(f"{diagnosis.text}.{first}"),
+                page.paragraph(f"Seen in: {metric.title if metric else 'differences from the base'}", "note"),
+                style="bad",
             )
-        if chose := sum(bool(row.chose_checkpoint) for row in scores):
-            warnings.append(
-                f"{chose} of these {len(scores)} items chose the checkpoint of {system}: its gain on them is too high. "
-                "Evaluate it on other items; those that chose nothing are in speech_eval/report.html of the run"
-            )
-    return warnings
+        )
+    sections += [
+        *(page.paragraph(note, "note") for note in evaluation.notes),
+        page.heading("Scores"),
+        *pipeline.metrics_table(estimates, "Scores by system", keep_empty=True),
+        *(page.paragraph(sentence, "missing") for sentence in evaluation.unmeasured()),
+    ]
+    if evaluation.differences:
+        sections += [
+            page.heading("Against the untuned base, on the same items"),
+            *pipeline.metrics_table(evaluation.differences, "Differences from the base", differences=True),
+            page.paragraph("In color: what differs beyond its interval.", "note"),
+        ]
+    grouped = [metric for metric in metrics.GROUPED_METRICS if metric.key in measured]
+    for kind, groups in evaluation.groups.items():
+        if groups:
+            of_group = [(group, systems[name]) for group, systems in groups.items()]
+            cells = [
+                (group, str(max(one.n for one in of.values())), *(m.format_estimate(of[m.key]) for m in grouped))
+                for group, of in of_group
+            ]
+            header = (kind, "items", *(metric.title for metric in grouped))
+            sections += [page.heading(f"By {kind}"), page.table(f"Scores of {name} by {kind}", header, cells)]
+    sections.append(page.heading("Distribution over the items"))
+    for key in HISTOGRAMS:
+        if key in measured:
+            sections += [page.heading(METRICS_BY_KEY[key].title, 3), _histogram(evaluation, METRICS_BY_KEY[key])]
+    sections.append(page.heading("Listen, the worst items first"))
+    for row in rows[:SHOWN_ITEMS]:
+        outputs = {system: of[row.id] for system, of in by_id.items() if row.id in of}
+        sections.append(pipeline.item_section(row, outputs, evaluation.folder))
+    header = ("item", "text", "word errors", "similarity", "defects", "seen before")
+    all_items = page.table(f"All items of {name}, the worst first", header, map(_item_row, rows))
+    scorers = ", ".join(evaluation.scorer_names.values()) or "acoustic measures alone"
+    sections += [
+        page.heading("All items"),
+        page.details(f"{len(rows)} items, the worst first", all_items),
+        page.footer(f"Scored by {scorers}. Every figure is in evaluation.json, every item in items.parquet."),
+    ]
+    return page.render_page(f"Evaluation of {name}", sections)
+
+
+def _histogram(evaluation: Evaluation, metric: metrics.Metric) -> page.Section:
+    """Plot how many items have which value, one outline for each system."""
+    colors = {REAL: 5, evaluation.system: 0, BASE: 1, ROUND_TRIP: 2}
+    values = {
+        name: [part.numerator / part.denominator for row in rows if (part := metric.ratio(row)) and part.denominator]
+        for name, rows in evaluation.rows.items()
+        if name in colors
+    }
+    everything = [value for of in values.values() for value in of]
+    low, high = min(everything), max(everything)
+    if high - low < 1e-6 * max(1.0, abs(high)):  # no bins fit between equal values
+        low, high = low - 0.5, high + 0.5
+    curves = []
+    for name, of in values.items():
+        counts, edges = np.histogram(of, HISTOGRAM_BINS, (low, high))
+        outline = zip(np.repeat(edges, 2).tolist(), [0.0, *np.repeat(counts, 2).tolist(), 0.0], strict=True)
+        curves.append(page.Curve(system_title(name), list(outline), "faint" if name == REAL else "line", colors[name]))
+    return page.line_plot(curves, title=metric.title, x_label=metric.description, y_label="items")
+
+
+def _item_row(row: ItemScores) -> list[page.Cell]:
+    return [
+        page.cell(row.id, href=row.audio),
+        row.text,
+        "not measured" if row.word_errors is None else f"{row.word_errors} of {row.words}",
+        "not measured" if row.similarity is None else f"{row.similarity:.3f}",
+        ", ".join(pipeline.item_defects(row)),
+        pipeline.seen_before(row),
+    ]

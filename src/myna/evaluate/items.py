@@ -2,8 +2,6 @@
 from prepared data or text files. The seed and names alone decide the choice, so that every model gets the same items.
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 from collections import defaultdict

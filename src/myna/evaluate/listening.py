@@ -3,25 +3,25 @@
 FOLDER/preferences/LISTENER.json   a file for each listener, so that answers are never overwritten by another listener's
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from myna.audio.files import Samples
 from myna.core.errors import ConfigError, DataError, MynaError, import_optional
 from myna.core.io import atomic_write, bytes_hash, string_hash
 from myna.core.statistics import CONFIDENCE_LEVEL
+from myna.evaluate.pipeline import load_audio
 from myna.evaluate.scoring import ItemScores
 
 FORMAT = "myna-preferences-1"
@@ -44,6 +44,13 @@ class ComparedSystem:
     name: str
     rows: Sequence[ItemScores]
     folder: Path
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    """Content of the folder's evaluation.json, for a system that was evaluated before."""
+
+    def load_audio(self, item: str, sample_rate: int) -> Samples:
+        """Load the audio of an item."""
+        row = next(row for row in self.rows if row.id == item)
+        return load_audio(row, self.folder, sample_rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,7 @@ class ListeningTrial:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> ListeningTrial:
+    def from_json(cls, row: Mapping[str, Any]) -> Self:
         (first, second), systems = row["sounds"], row["systems"]
         return cls(row["id"], row["item"], row["text"], (first, second), (systems[0], systems[1]))
 
@@ -79,13 +86,13 @@ class ListenerAnswers:
         answers = {trial: {"choice": choice, "at": at} for trial, (choice, at) in sorted(self.answers.items())}
         return {"format": FORMAT, "listener": {"id": self.id, "name": self.name}, "answers": answers}
 
-    def merged_with(self, other: ListenerAnswers) -> ListenerAnswers:
+    def merged_with(self, other: Self) -> Self:
         """Merge with later answers of this listener; of two answers to one trial the later counts."""
         answers = dict(self.answers)
         for trial, (choice, at) in other.answers.items():
             if trial not in answers or at >= answers[trial][1]:
                 answers[trial] = (choice, at)
-        return ListenerAnswers(self.id, other.name or self.name, answers)
+        return replace(self, name=other.name or self.name, answers=answers)
 
 
 def listening_trials(

@@ -1,7 +1,5 @@
 """Metrics of an evaluation and their estimates over items; and diagnoses of what they show, in words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,8 +7,9 @@ from typing import Any, Literal
 
 from myna.core.statistics import Estimate, RatioPart, estimate, paired_difference
 from myna.evaluate.scoring import COPY_THRESHOLD, ItemScores
-from myna.evaluate.systems import BASE, REAL, ROUND_TRIP
 
+REAL, ROUND_TRIP, BASE = "real", "round_trip", "base"
+SYSTEM_TITLES = {REAL: "real recording", ROUND_TRIP: "real, through the codec", BASE: "untuned base"}
 MIN_SHARE = 0.05
 """Minimum share of the items for a diagnosis."""
 MOST = 0.5
@@ -26,6 +25,10 @@ NOT_APPLICABLE = "nothing to measure"
 """Shown for a metric that applies to no item of a system: recordings do not find their end."""
 MetricEstimates = dict[str, Estimate]
 """MetricEstimates by the key of the metric."""
+
+
+def system_title(system: str) -> str:
+    return SYSTEM_TITLES.get(system, system)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,10 @@ def estimate_difference(
     known = {row.id: ratio(row) for row in base}
     pairs = [(ours, theirs) for row in rows if (ours := ratio(row)) and (theirs := known.get(row.id))]
     return paired_difference([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
+
+
+def estimate_differences(rows: Sequence[ItemScores], base: Sequence[ItemScores]) -> MetricEstimates:
+    return {metric.key: estimate_difference(metric.ratio, rows, base) for metric in METRICS}
 
 
 def count_looped(rows: Iterable[ItemScores]) -> int:

@@ -1,8 +1,6 @@
 """Model card of a run: README.md beside its weights, in the layout of the Hugging Face hub; `model_card.md` is its
 template."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,15 +5,14 @@ different on other items. The highest of several scores is too high by chance; a
 that chose nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, Self
 
+from myna.core.config import SpeechEvalSettings
 from myna.core.statistics import Estimate, RatioPart, estimate
 from myna.evaluate.metrics import METRICS_BY_KEY, count_looped, estimate_difference, estimate_metric
 from myna.evaluate.scoring import ItemScores
@@ -39,15 +38,6 @@ REPORTED_METRICS = (
     *("repetition_rate", "prompt_rate", "copy_rate", "loop_rate"),
 )
 """Metrics that are logged beside the score."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constraints:
-    """Requirements on the best checkpoint, however high its score."""
-
-    min_stop_rate: float
-    min_mos: float | None = None
-    """Required DistillMOS; None for that of the base model less `MAX_MOS_DROP`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +71,7 @@ class CheckpointScore:
     looped: int = 0
     """Number of items whose transcript loops."""
 
-    def is_better_than(self, other: CheckpointScore) -> bool:
+    def is_better_than(self, other: Self) -> bool:
         """Whether it is better by more than one standard error of the difference, on the items that both have."""
         both = [score - other.item_scores[id] for id, score in self.item_scores.items() if id in other.item_scores]
         return bool(both) and fmean(both) > (stdev(both) / len(both) ** 0.5 if len(both) > 1 else 0.0)
@@ -113,7 +103,7 @@ def item_score(row: ItemScores) -> RatioPart:
     return RatioPart((row.similarity or 0.0) - cer)
 
 
-def score_checkpoint(scores: StepScores, base: StepScores, constraints: Constraints) -> CheckpointScore:
+def score_checkpoint(scores: StepScores, base: StepScores, constraints: SpeechEvalSettings) -> CheckpointScore:
     """Score a checkpoint against the base model, which can be scored against itself too."""
     metrics = {key: estimate_metric(METRICS_BY_KEY[key], scores.rows).mean for key in REPORTED_METRICS}
     change = estimate_difference(item_score, scores.forgetting, base.forgetting)
@@ -141,7 +131,7 @@ def best_checkpoint(checkpoints: Iterable[CheckpointScore]) -> CheckpointScore |
     return best
 
 
-def required_mos(base: Sequence[ItemScores], constraints: Constraints) -> float | None:
+def required_mos(base: Sequence[ItemScores], constraints: SpeechEvalSettings) -> float | None:
     """Return the DistillMOS that a checkpoint must have; None if the base model has none."""
     if constraints.min_mos is not None:
         return constraints.min_mos
@@ -152,7 +142,7 @@ def required_mos(base: Sequence[ItemScores], constraints: Constraints) -> float 
 def _violations(
     scores: StepScores,
     base: StepScores,
-    constraints: Constraints,
+    constraints: SpeechEvalSettings,
     metrics: Mapping[str, float | None],
     change: Estimate,
 ) -> Iterator[str]:
@@ -181,7 +171,7 @@ class TrainingHistory:
 
     name: str
     steps: Sequence[StepScores]
-    constraints: Constraints
+    constraints: SpeechEvalSettings
     recordings: Sequence[ItemScores] = ()
     """Scores of the real recordings of the items, if there are any."""
 

@@ -1,7 +1,5 @@
 """Scores of one item as a system speaks it, and the scorers: acoustics, word errors, speaker similarity and MOS."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os
@@ -10,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -131,7 +129,7 @@ class ItemScores:
     @classmethod
     def unscored(
         cls, system: str, item: EvalItem, samples: Samples, stopped: bool | None, *, key: str = "", audio: str = ""
-    ) -> ItemScores:
+    ) -> Self:
         """Return the row of an item as a system speaks it, without scores."""
         return cls(
             system=system,
@@ -187,6 +185,70 @@ class SpeakerEmbeddings:
         """Identifies the clips that audio is compared with."""
         clips = self.eval_set.speaker_clips
         return str(sorted((speaker, *map(recording_key, clips[speaker])) for speaker in clips))
+
+
+NO_ASR = "no ASR model was named: --asr base, or the folder of a Whisper"
+SCORING_WORKERS = min(4, os.cpu_count() or 1)
+"""Number of threads that score clips concurrently."""
+
+
+class Transcriber(Protocol):
+    def transcribe(self, samples: Samples, sample_rate: int, language: str | None) -> Transcript: ...
+
+
+class MOSPredictor(Protocol):
+    def score(self, samples: Samples, sample_rate: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scorers:
+    """Scorers of an evaluation. Each may be None, and `missing` then says why. `names` identifies each model and
+    version: scores of another one are computed again."""
+
+    asr: Transcriber | None = None
+    speaker_encoder: SpeakerEncoder | None = None
+    distillmos: MOSPredictor | None = None
+    dnsmos: MOSPredictor | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """Sentences on scorers that are not on the device that was asked for."""
+
+    def __post_init__(self) -> None:
+        kinds = ("asr", "speaker_encoder", "distillmos", "dnsmos")
+        present = {kind for kind in kinds if getattr(self, kind) is not None}
+        assert present == set(self.names), "every scorer has a name"
+
+    @classmethod
+    def open(
+        cls,
+        asr: str | None,
+        speaker_encoder: str = DEFAULT_SPEAKER_ENCODER,
+        *,
+        device: str = "cpu",
+        workers: int = SCORING_WORKERS,
+    ) -> Self:
+        """Open every scorer that can be opened, on `device` unless it runs on the CPU only, as DNSMOS. A model is
+        downloaded only if it is named."""
+        target = str(pick_device(device))
+        openers: dict[str, Callable[[], Any]] = {
+            "speaker_encoder": lambda: speaker_encoders.open_speaker_encoder(speaker_encoder, target),
+            "distillmos": lambda: DistillMOS.open(target),
+            "dnsmos": DNSMOS.open,
+        }
+        packages = {"distillmos": "distillmos", "dnsmos": "speechmos"}
+        missing = {} if asr is not None else {"asr": NO_ASR}
+        if asr is not None:
+            openers["asr"] = lambda: ASR.open(asr, device, workers=workers)
+        scorers, names = {}, {}
+        for scorer, opener in openers.items():
+            try:
+                opened, package = opener(), packages.get(scorer)
+                scorers[scorer], names[scorer] = opened, f"{package} {version(package)}" if package else opened.name
+            except MynaError as error:
+                missing[scorer] = f"{error.what}: {error.hint}"
+        notes = (scorers["asr"].note,) if "asr" in scorers and scorers["asr"].note else ()
+        return cls(**scorers, names=names, missing=missing, notes=notes)
 
 
 @functools.lru_cache(maxsize=65_536)
@@ -292,70 +354,6 @@ def has_repetition(reference: Sequence[str], transcript: Sequence[str]) -> bool:
 
     expected, margin = ngrams(reference), 2 if size == 1 else 1
     return any(count >= max(1, expected[ngram]) + margin for ngram, count in ngrams(transcript).items())
-
-
-NO_ASR = "no ASR model was named: --asr base, or the folder of a Whisper"
-SCORING_WORKERS = min(4, os.cpu_count() or 1)
-"""Number of threads that score clips concurrently."""
-
-
-class Transcriber(Protocol):
-    def transcribe(self, samples: Samples, sample_rate: int, language: str | None) -> Transcript: ...
-
-
-class MOSPredictor(Protocol):
-    def score(self, samples: Samples, sample_rate: int) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Scorers:
-    """Scorers of an evaluation. Each may be None, and `missing` then says why. `names` identifies each model and
-    version: scores of another one are computed again."""
-
-    asr: Transcriber | None = None
-    speaker_encoder: SpeakerEncoder | None = None
-    distillmos: MOSPredictor | None = None
-    dnsmos: MOSPredictor | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
-    missing: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    """Sentences on scorers that are not on the device that was asked for."""
-
-    def __post_init__(self) -> None:
-        kinds = ("asr", "speaker_encoder", "distillmos", "dnsmos")
-        present = {kind for kind in kinds if getattr(self, kind) is not None}
-        assert present == set(self.names), "every scorer has a name"
-
-    @classmethod
-    def open(
-        cls,
-        asr: str | None,
-        speaker_encoder: str = DEFAULT_SPEAKER_ENCODER,
-        *,
-        device: str = "cpu",
-        workers: int = SCORING_WORKERS,
-    ) -> Scorers:
-        """Open every scorer that can be opened, on `device` unless it runs on the CPU only, as DNSMOS. A model is
-        downloaded only if it is named."""
-        target = str(pick_device(device))
-        openers: dict[str, Callable[[], Any]] = {
-            "speaker_encoder": lambda: speaker_encoders.open_speaker_encoder(speaker_encoder, target),
-            "distillmos": lambda: DistillMOS.open(target),
-            "dnsmos": DNSMOS.open,
-        }
-        packages = {"distillmos": "distillmos", "dnsmos": "speechmos"}
-        missing = {} if asr is not None else {"asr": NO_ASR}
-        if asr is not None:
-            openers["asr"] = lambda: ASR.open(asr, device, workers=workers)
-        scorers, names = {}, {}
-        for scorer, opener in openers.items():
-            try:
-                opened, package = opener(), packages.get(scorer)
-                scorers[scorer], names[scorer] = opened, f"{package} {version(package)}" if package else opened.name
-            except MynaError as error:
-                missing[scorer] = f"{error.what}: {error.hint}"
-        notes = (scorers["asr"].note,) if "asr" in scorers and scorers["asr"].note else ()
-        return cls(**scorers, names=names, missing=missing, notes=notes)
 
 
 def measure_acoustics(samples: Samples, sample_rate: int) -> dict[str, float]:

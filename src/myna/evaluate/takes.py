@@ -1,11 +1,9 @@
 """Ranking of several takes of one text by the metrics that are installed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -87,7 +85,7 @@ class TakeRanker:
     @classmethod
     def open(
         cls, asr: str | None = None, speaker_encoder: str = DEFAULT_SPEAKER_ENCODER, *, device: str = "cpu"
-    ) -> TakeRanker:
+    ) -> Self:
         """Open every scorer that can be opened; one that was named and cannot be opened is an error."""
         scorers = scoring.Scorers.open(asr, speaker_encoder, device=device)
         named = {"asr": asr is not None, "speaker_encoder": speaker_encoder != DEFAULT_SPEAKER_ENCODER}

@@ -5,8 +5,6 @@ that tables and texts can be read without scripts; `page.js` adds playing, and t
 takes twenty lines of numpy and zlib, so that neither Pillow nor matplotlib is a dependency.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import struct
@@ -199,6 +197,11 @@ def data_uri(content: bytes, kind: str) -> str:
     return f"data:{kind};base64,{b64encode(content).decode()}"
 
 
+def audio_uri(samples: Samples, sample_rate: int) -> str | None:
+    """Encode a clip for a player; None for an empty one."""
+    return data_uri(encode_flac(samples, sample_rate), "audio/flac") if len(samples) else None
+
+
 def encode_flac(samples: Samples, sample_rate: int) -> bytes:
     """Encode a FLAC file. It is lossless, so that a page plays what was scored, at half the size of a WAV."""
     file = io.BytesIO()
@@ -212,19 +215,18 @@ def clip(
     """Make a player under its spectrogram, whose width is the clip's share of `max_seconds`, the longest clip beside
     it."""
     seconds = len(samples) / sample_rate
-    audio = image = None
+    image = None
     if len(samples):
         pixels = mel_spectrogram_pixels(samples, sample_rate)
         height, width = pixels.shape
         image = {"src": data_uri(encode_png(pixels), "image/png"), "width": width, "height": height}
-        audio = data_uri(encode_flac(samples, sample_rate), "audio/flac")
     share = 100 * min(1.0, seconds / max_seconds) if max_seconds > 0 else 100.0
     return {
         "title": title,
         "label": label,
         "seconds": f"{seconds:.1f} s",
         "share": f"{share:.1f}",
-        "audio": audio,
+        "audio": audio_uri(samples, sample_rate),
         "image": image,
         "notes": list(notes),
     }
