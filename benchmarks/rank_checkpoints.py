@@ -31,7 +31,7 @@ from benchmarks.figures import save_figures
 import myna
 from myna.core.config import parse_recipe
 from myna.core.run_folder import Run, checkpoint_folder, checkpoint_steps, read_checkpoint_metadata
-from myna.core.statistics import paired_difference
+from myna.core.statistics import RatioPart, paired_difference
 from myna.demo.run import demo_recipe, prepare_voice
 from myna.evaluate.callback import open_required_scorers
 from myna.evaluate.items import load_eval_set, split_items
@@ -187,7 +187,7 @@ def compare_rankings(seed: int, run: Run, rows: Mapping[str, Sequence[ItemScores
     if chosen is not None and picks["exhaustive"] is not None:
         ours, theirs = (rows[system_name(seed, step)] for step in (chosen, picks["exhaustive"]))
         result["regret"] = paired_difference(
-            [item_score(row) for row in theirs], [item_score(row) for row in ours]
+            [RatioPart(item_score(row)) for row in theirs], [RatioPart(item_score(row)) for row in ours]
         ).to_json()
     return result
 

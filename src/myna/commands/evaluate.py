@@ -170,7 +170,7 @@ def _show_preferences(preferences: Preferences, *, stderr: bool = False) -> None
         wins, interval = _wins_and_interval(pair)
         verdict = f"{pair.preferred} is preferred" if pair.preferred else "no preference can be told"
         if pair.decided:
-            show(f"{wins}; {interval}, sign test p = {pair.p_value:.3g}: {verdict}", stderr=stderr)
+            show(f"{wins}; {interval}, p = {pair.p_value:.3g}: {verdict}", stderr=stderr)
         else:
             show(f"{' and '.join(pair.systems)}: no answer prefers one" + _ties(pair), stderr=stderr)
 

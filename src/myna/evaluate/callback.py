@@ -280,7 +280,7 @@ def _step_items(history: ranking.TrainingHistory, shown: int, folder: Path) -> l
             row,
             {name: rows[name][row.id] for name in order if row.id in rows[name]},
             folders,
-            lambda row: [f"score {ranking.item_score(row).numerator:.2f}: “{row.transcript or ''}”"],
+            lambda row: [f"score {ranking.item_score(row):.2f}: “{row.transcript or ''}”"],
         )
         for row in history.steps[0].rows[:SHOWN_STEP_ITEMS]
     ]

@@ -18,7 +18,7 @@ from myna.audio.files import Samples
 from myna.core.errors import ConfigError, DataError
 from myna.core.io import bytes_hash, claim_folder, lock_folder, safe_file_name, save_text
 from myna.core.progress import ProgressCallback, silent
-from myna.core.statistics import CONFIDENCE_LEVEL
+from myna.core.statistics import CONFIDENCE_LEVEL, share_lower_bounds
 from myna.evaluate import listening, pipeline
 from myna.evaluate.evaluation import EVALUATION_FILE, EvaluationSettings, Subject
 from myna.evaluate.metrics import METRICS, METRICS_BY_KEY, REAL, MetricEstimates, missing_metrics
@@ -341,7 +341,7 @@ def _listening_test(comparison: Comparison) -> list[page.Section]:
         }
         for trial in comparison.trials
     ]
-    intervals = [listening.binomial_lower_bounds(n, range(n + 1)).tolist() for n in range(items + 1)]
+    intervals = [share_lower_bounds(n, range(n + 1)).tolist() for n in range(items + 1)]
     test = page.blind_test(offered, sounds, name=comparison.id, intervals=intervals, level=CONFIDENCE_LEVEL)
     return [page.paragraph(instructions), test]
 

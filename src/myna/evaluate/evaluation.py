@@ -333,7 +333,7 @@ def evaluation_page(evaluation: Evaluation) -> str:
             f"{len(items)} items of {f'{speakers} speakers' if speakers > 1 else 'one speaker'}, spoken by the model"
             f"{', by its base' if BASE in estimates else ''} and by the people themselves where there are recordings. "
             f"Every mean has an interval that holds {CONFIDENCE_LEVEL:.0%} of what other draws of such items would "
-            "give. It is over items: other speakers may differ by more.",
+            f"give, {'of these items or of other such speakers' if speakers > 1 else 'by this speaker'}.",
             "lead",
         ),
         *(page.paragraph(f"{warning}.", "missing bad") for warning in evaluation.warnings),

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from myna.audio.files import Samples
-from myna.core.errors import ConfigError, DataError, MynaError, import_optional
+from myna.core.errors import ConfigError, DataError, MynaError
 from myna.core.io import atomic_write, bytes_hash, string_hash
-from myna.core.statistics import CONFIDENCE_LEVEL
+from myna.core.statistics import percentile_interval, share_interval, sign_test, two_way_shares
 from myna.evaluate.pipeline import load_audio
 from myna.evaluate.scoring import ItemScores
 
@@ -28,7 +28,6 @@ FORMAT = "myna-preferences-1"
 TIE = "tie"
 MAX_TEXT_LENGTH = 200
 """Characters of a listener's name; ids are shorter still."""
-INSTALL = 'pip install "myna[evaluate]"'
 ID_LENGTH = 16
 """Hex digits of ids that do not reveal the system."""
 HOST = "127.0.0.1"
@@ -162,8 +161,17 @@ class PreferenceCount:
     """Numbers of answers that prefer each of two systems, or neither."""
 
     systems: tuple[str, str]
-    wins: tuple[int, int]
-    ties: int
+    answers: npt.NDArray[np.float64]
+    """Numbers of answers that prefer the first, the second and neither, (items, listeners, 3)."""
+
+    @property
+    def wins(self) -> tuple[int, int]:
+        first, second, _ = self.answers.sum(axis=(0, 1))
+        return int(first), int(second)
+
+    @property
+    def ties(self) -> int:
+        return int(self.answers[..., 2].sum())
 
     @property
     def decided(self) -> int:
@@ -176,15 +184,24 @@ class PreferenceCount:
 
     @property
     def interval(self) -> tuple[float, float]:
-        return binomial_interval(self.wins[0], self.decided)
+        """Interval of that share, which other items, other listeners and other answers would be in."""
+        low, high = share_interval(self.wins[0], self.decided)
+        if not self.decided:
+            return low, high
+        drawn_low, drawn_high = percentile_interval(self._drawn_shares)
+        return min(low, drawn_low), max(high, drawn_high)
 
     @property
     def p_value(self) -> float:
-        """P-value of the two-sided sign test, without the ties."""
+        """Two-sided p-value, without the ties: that of the sign test, or of items and listeners if it is higher."""
         if not self.decided:
             return 1.0
-        stats = import_optional("scipy.stats", INSTALL)
-        return float(stats.binomtest(min(self.wins), self.decided).pvalue)
+        drawn = self._drawn_shares
+        return max(sign_test(*self.wins), min(1.0, 2 * min(float(np.mean(drawn <= 0.5)), float(np.mean(drawn >= 0.5)))))
+
+    @property
+    def _drawn_shares(self) -> npt.NDArray[np.float64]:
+        return two_way_shares(self.answers[..., :2])
 
     @property
     def preferred(self) -> str | None:
@@ -236,10 +253,11 @@ def aggregate_preferences(
     for trial in trials:
         one, other = sorted(trial.systems, key=order.index)
         pair_of[trial.id] = (one, other)
-    by_pair: dict[tuple[str, str], list[int]] = {pair: [0, 0, 0] for pair in pair_of.values()}
-    by_item: dict[tuple[str, tuple[str, str]], list[int]] = {}
+    listeners = list(listeners)
+    items = {item: place for place, item in enumerate(sorted({trial.item for trial in trials}))}
+    by_pair = {pair: np.zeros((len(items), len(listeners), 3)) for pair in pair_of.values()}
     counted, not_counted = [], 0
-    for listener in listeners:
+    for number, listener in enumerate(listeners):
         valid = 0
         for id, (choice, _) in listener.answers.items():
             if id not in by_id or choice not in (*by_id[id].sounds, TIE):
@@ -248,29 +266,16 @@ def aggregate_preferences(
             valid += 1
             trial, pair = by_id[id], pair_of[id]
             outcome = 2 if choice == TIE else pair.index(trial.systems[trial.sounds.index(choice)])
-            by_pair[pair][outcome] += 1
-            by_item.setdefault((trial.item, pair), [0, 0, 0])[outcome] += 1
+            by_pair[pair][items[trial.item], number, outcome] += 1
         counted.append((listener.name or listener.id, valid))
-    pairs = [PreferenceCount(pair, (first, second), ties) for pair, (first, second, ties) in by_pair.items()]
-    items = [
-        (item, PreferenceCount(pair, (first, second), ties))
-        for (item, pair), (first, second, ties) in sorted(by_item.items())
+    pairs = [PreferenceCount(pair, answers) for pair, answers in by_pair.items()]
+    of_items = [
+        (item, PreferenceCount(pair.systems, pair.answers[[place]]))
+        for item, place in items.items()
+        for pair in sorted(pairs, key=lambda pair: pair.systems)
+        if pair.answers[place].any()
     ]
-    return Preferences(pairs, items, counted, not_counted)
-
-
-def binomial_interval(wins: int, n: int) -> tuple[float, float]:
-    """Compute the exact two-sided confidence interval (Clopper and Pearson) of a share of `wins` in `n`."""
-    low, low_of_losses = binomial_lower_bounds(n, [wins, n - wins])
-    return float(low), float(1 - low_of_losses)
-
-
-def binomial_lower_bounds(n: int, wins: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Compute the lower ends of the intervals for these numbers of wins; upper ends follow from the losses."""
-    stats = import_optional("scipy.stats", INSTALL)
-    successes = np.asarray(wins)
-    bounds = stats.beta.ppf((1 - CONFIDENCE_LEVEL) / 2, np.maximum(successes, 1), n - successes + 1)
-    return np.where(successes == 0, 0.0, bounds)
+    return Preferences(pairs, of_items, counted, not_counted)
 
 
 def local_page_server(page: bytes, post_path: str, on_post: PostHandler, port: int) -> ThreadingHTTPServer:

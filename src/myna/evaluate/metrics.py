@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from myna.core.statistics import Estimate, RatioPart, estimate, paired_difference
+from myna.core.statistics import MIN_ITEMS, Estimate, RatioPart, estimate, paired_difference
 from myna.evaluate.scoring import COPY_THRESHOLD, ItemScores
 
 REAL, ROUND_TRIP, BASE = "real", "round_trip", "base"
@@ -49,6 +49,11 @@ class Metric:
     """Whether a mean is shown as a number of items."""
     min_difference: float = 0.0
     """Smallest difference that can be heard."""
+
+    @property
+    def is_outcome(self) -> bool:
+        """Whether every item has it or not."""
+        return self.is_share and not self.total and self.better != "near real"
 
     def ratio(self, row: ItemScores) -> RatioPart | None:
         """Return what an item adds to the metric; None if it does not apply to the item."""
@@ -148,19 +153,21 @@ def estimate_metrics(rows: Sequence[ItemScores], metrics: Iterable[Metric] = MET
 
 
 def estimate_metric(metric: Metric, rows: Sequence[ItemScores]) -> Estimate:
-    return estimate([part for row in rows if (part := metric.ratio(row)) is not None])
+    known = [(part, row.speaker) for row in rows if (part := metric.ratio(row)) is not None]
+    return estimate([part for part, _ in known], groups=[speaker for _, speaker in known], is_outcome=metric.is_outcome)
 
 
-def estimate_difference(
-    ratio: Callable[[ItemScores], RatioPart | None], rows: Sequence[ItemScores], base: Sequence[ItemScores]
-) -> Estimate:
-    known = {row.id: ratio(row) for row in base}
-    pairs = [(ours, theirs) for row in rows if (ours := ratio(row)) and (theirs := known.get(row.id))]
-    return paired_difference([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
+def estimate_difference(metric: Metric, rows: Sequence[ItemScores], base: Sequence[ItemScores]) -> Estimate:
+    known = {row.id: metric.ratio(row) for row in base}
+    pairs = [
+        (ours, theirs, row.speaker) for row in rows if (ours := metric.ratio(row)) and (theirs := known.get(row.id))
+    ]
+    first, second, speakers = zip(*pairs, strict=True) if pairs else ((), (), ())
+    return paired_difference(first, second, groups=speakers, is_outcome=metric.is_outcome)
 
 
 def estimate_differences(rows: Sequence[ItemScores], base: Sequence[ItemScores]) -> MetricEstimates:
-    return {metric.key: estimate_difference(metric.ratio, rows, base) for metric in METRICS}
+    return {metric.key: estimate_difference(metric, rows, base) for metric in METRICS}
 
 
 def count_looped(rows: Iterable[ItemScores]) -> int:
@@ -280,10 +287,11 @@ def _wrong_speaker(
 def _unintelligible(
     system: str, rows: Sequence[ItemScores], estimates: Mapping[str, MetricEstimates]
 ) -> Iterator[Diagnosis]:
-    wer, real = estimates[system]["wer"], _real_mean(estimates, "wer") or 0.0
-    if wer.low is not None and wer.low > real + MAX_EXTRA_WER:
+    wer, real = estimates[system]["wer"], _real_mean(estimates, "wer")
+    if wer.low is not None and wer.low > (real or 0.0) + MAX_EXTRA_WER:
         items = tuple(row.id for row in rows if row.word_errors and row.words and row.word_errors >= row.words / 2)
-        text = f"{system} cannot be understood: {wer.mean:.0%} word errors, the real recordings have {real:.0%}"
+        compared = f", the real recordings have {real:.0%}" if real is not None else ""
+        text = f"{system} cannot be understood: {wer.mean:.0%} word errors{compared}"
         yield Diagnosis(system, "cannot be understood", "wer", text, items)
     loops = tuple(row.id for row in rows if row.looped)
     if len(loops) / len(rows) >= MIN_SHARE:
@@ -332,6 +340,9 @@ def _against_base(
     if len(equal) == len(rows):
         text = f"{system} says every item exactly as the base does: the adapter may be empty, or not the one you mean"
         yield Diagnosis(system, "equal to the base", "differences", text, equal)
+    elif len(rows) < MIN_ITEMS:
+        text = f"{len(rows)} items cannot tell whether {system} is better than the base: give {MIN_ITEMS} or more"
+        yield Diagnosis(system, "too few items", "differences", text)
     elif not changed_metrics(differences, improved=True) and any(delta.n for delta in differences.values()):
         text = (
             f"no metric of {system} differs from the base beyond its interval: too few items to tell, too little "

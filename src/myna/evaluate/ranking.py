@@ -13,8 +13,8 @@ from statistics import fmean, stdev
 from typing import Any, Self
 
 from myna.core.config import SpeechEvalSettings
-from myna.core.statistics import Estimate, RatioPart, estimate
-from myna.evaluate.metrics import METRICS_BY_KEY, count_looped, estimate_difference, estimate_metric
+from myna.core.statistics import Estimate
+from myna.evaluate.metrics import METRICS_BY_KEY, Metric, count_looped, estimate_difference, estimate_metric
 from myna.evaluate.scoring import ItemScores
 
 RULE = (
@@ -93,30 +93,33 @@ class CheckpointScore:
         return row | {"best_step": best_step, "violations": list(self.violations)}
 
 
-def item_score(row: ItemScores) -> RatioPart:
+def item_score(row: ItemScores) -> float:
     """Score one item, from -1 to 1. An item without a speaker similarity, as of two speakers, is scored by its words
     alone."""
     if row.character_errors is None:
         cer = 1.0
     else:
         cer = min(1.0, row.character_errors / row.characters) if row.characters else 0.0
-    return RatioPart((row.similarity or 0.0) - cer)
+    return (row.similarity or 0.0) - cer
+
+
+SCORE = Metric("score", "score", "speaker similarity less character error rate", item_score, better="higher")
 
 
 def score_checkpoint(scores: StepScores, base: StepScores, constraints: SpeechEvalSettings) -> CheckpointScore:
     """Score a checkpoint against the base model, which can be scored against itself too."""
     metrics = {key: estimate_metric(METRICS_BY_KEY[key], scores.rows).mean for key in REPORTED_METRICS}
-    change = estimate_difference(item_score, scores.forgetting, base.forgetting)
+    change = estimate_difference(SCORE, scores.forgetting, base.forgetting)
     is_base = scores.step == base.step
-    confirmed = estimate_difference(item_score, scores.confirmation, base.confirmation)
+    confirmed = estimate_difference(SCORE, scores.confirmation, base.confirmation)
     return CheckpointScore(
         step=scores.step,
-        score=estimate([item_score(row) for row in scores.rows]),
-        gain=Estimate() if is_base else estimate_difference(item_score, scores.rows, base.rows),
+        score=estimate_metric(SCORE, scores.rows),
+        gain=Estimate() if is_base else estimate_difference(SCORE, scores.rows, base.rows),
         confirmed_gain=Estimate() if is_base else confirmed,
         forgetting_change=Estimate() if is_base else change,
         violations=tuple(_violations(scores, base, constraints, metrics, change)),
-        item_scores={row.id: item_score(row).numerator for row in scores.rows},
+        item_scores={row.id: item_score(row) for row in scores.rows},
         metrics=metrics,
         looped=count_looped(scores.rows),
     )
@@ -158,10 +161,10 @@ def _violations(
     elif min_mos is not None and mos < min_mos:
         yield f"its DistillMOS is {mos:.2f}, and {min_mos:.2f} is required"
     mean, low, high = (value or 0.0 for value in (change.mean, change.low, change.high))
-    if high < 0 and -mean >= MIN_AUDIBLE_DIFFERENCE:
+    if change.excludes_zero and -mean >= MIN_AUDIBLE_DIFFERENCE:
         yield f"it has become worse at the forgetting set, by {-mean:.3f} [{-high:.3f}, {-low:.3f}]"
-    stops = estimate_difference(METRICS_BY_KEY["stop_rate"].ratio, scores.forgetting, base.forgetting)
-    if stops.high is not None and stops.high < 0:
+    stops = estimate_difference(METRICS_BY_KEY["stop_rate"], scores.forgetting, base.forgetting)
+    if stops.excludes_zero and (stops.mean or 0.0) < 0:
         yield f"it finds the end of {-(stops.mean or 0):.0%} fewer items of the forgetting set than the base model"
 
 
@@ -259,7 +262,7 @@ def _reasons(history: TrainingHistory, best: CheckpointScore) -> list[str]:
             "short, to change anything"
         ]
     reasons = []
-    real = estimate([item_score(row) for row in history.recordings]).mean
+    real = estimate_metric(SCORE, history.recordings).mean
     if real is not None and (history.checkpoints[0].score.mean or 0.0) >= real - MIN_AUDIBLE_DIFFERENCE:
         reasons.append("by these metrics the base model is as good as the real recordings, so nothing can be gained")
     if (gain.mean or 0.0) >= MIN_AUDIBLE_DIFFERENCE:
