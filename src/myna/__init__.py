@@ -16,40 +16,28 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from myna.commands.data import correct as correct
-    from myna.commands.data import curate as curate
-    from myna.commands.data import forecast_curation as forecast_curation
-    from myna.commands.data import import_dataset as import_dataset
-    from myna.commands.data import prepare as prepare
-    from myna.commands.data import render as render
-    from myna.commands.data import split as split
-    from myna.commands.data import xray as xray
-    from myna.commands.doctor import doctor as doctor
-    from myna.commands.evaluate import compare as compare
-    from myna.commands.evaluate import evaluate as evaluate
-    from myna.commands.model import convert as convert
-    from myna.commands.model import extract_lora as extract_lora
-    from myna.commands.model import make_tiny as make_tiny
-    from myna.commands.model import merge as merge
-    from myna.commands.model import model_stats as model_stats
-    from myna.commands.model import verify as verify
-    from myna.commands.speak import load as load
-    from myna.commands.speak import load_answer_model as load_answer_model
-    from myna.commands.train import plan_training as plan_training
-    from myna.commands.train import resume as resume
-    from myna.commands.train import train as train
-    from myna.commands.voice import add_voice as add_voice
-    from myna.commands.voice import consent_sentence as consent_sentence
-    from myna.commands.voice import detect as detect
-    from myna.core.config import Recipe as Recipe
-    from myna.core.config import load_recipe as load_recipe
-    from myna.core.errors import MynaError as MynaError
-    from myna.core.progress import ProgressCallback as ProgressCallback
-    from myna.core.run_folder import Run as Run
-    from myna.data.dataset import DataFolder as DataFolder
-    from myna.speak.answering import AnswerModel as AnswerModel
-    from myna.speak.engine import Speech as Speech
-    from myna.speak.voice import Voice as Voice
+    from myna.commands.data import correct, curate, forecast_curation, import_dataset, prepare, render, split, xray
+    from myna.commands.doctor import doctor
+    from myna.commands.evaluate import compare, evaluate
+    from myna.commands.model import convert, extract_lora, make_tiny, merge, model_stats, verify
+    from myna.commands.speak import load, load_answer_model
+    from myna.commands.train import plan_training, resume, train
+    from myna.commands.voice import add_voice, consent_sentence, detect
+    from myna.core.config import Recipe, load_recipe
+    from myna.core.errors import MynaError
+    from myna.core.progress import ProgressCallback
+    from myna.core.run_folder import Run
+    from myna.data.dataset import DataFolder
+    from myna.speak.answering import AnswerModel
+    from myna.speak.engine import Speech
+    from myna.speak.voice import Voice
+
+__all__ = ["AnswerModel", "DataFolder", "MynaError", "ProgressCallback", "Recipe", "Run", "Speech", "Voice"]
+__all__ += ["correct", "curate", "forecast_curation", "import_dataset", "prepare", "render", "split", "xray"]
+__all__ += ["load_recipe", "plan_training", "resume", "train"]
+__all__ += ["add_voice", "consent_sentence", "detect", "load", "load_answer_model"]
+__all__ += ["compare", "doctor", "evaluate", "verify"]
+__all__ += ["convert", "extract_lora", "make_tiny", "merge", "model_stats"]
 
 __version__ = "0.1.0"
 
@@ -72,8 +60,6 @@ _MODULES = {
 }
 """Public names by the module that defines them; the imports above say the same to type checkers and editors."""
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
-
-__all__ = sorted(_PLACES)
 
 
 class _Package(ModuleType):

@@ -161,7 +161,7 @@ def test_a_lora_is_applied_at_the_given_strength(overfitted: Run, engine: Engine
     def opened(strength: float) -> Engine:
         return load_engine(ModelRef.find_trained(overfitted.folder), device="cpu", strength=strength)
 
-    untuned = Engine(engine.family, load(engine.family), engine.codec, engine.reference_placement)
+    untuned = Engine(engine.family, load(engine.family), engine.codec, reference_placement=engine.reference_placement)
     none, some, whole = (say(one, workspace, "robin", "you").codes.tolist() for one in map(opened, (0.0, 0.5, 1.0)))
     assert none == say(untuned, workspace, "robin", "you").codes.tolist()
     assert whole == say(engine, workspace, "robin", "you").codes.tolist() and some != whole

@@ -114,7 +114,7 @@ def test_the_prompt_is_that_of_the_training_renderer(
     engine: Engine, voices: list[Path], place: ReferencePlacement
 ) -> None:
     reference = engine.encode_reference(ReferenceRecording(voices[0], "good morning"))
-    placed = Engine(engine.family, engine.model, engine.codec, place)
+    placed = Engine(engine.family, engine.model, engine.codec, reference_placement=place)
     speech = placed.speak([SpeechRequest(" hello  there ", (reference,), scene="A room.", **GREEDY)])[0]
     prompt = engine.family.render(
         speech_conversation(

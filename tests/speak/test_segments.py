@@ -113,7 +113,7 @@ def test_each_segment_continues_the_conversation(engine: Engine, conversations: 
     del conversations[1:-1]
     with ending(engine, 4, 12 + 5):  # eight codebooks end one after another
         batch = engine.batch_of(1, plan.max_positions)
-        running = batch.start(plan)
+        running = batch.submit(plan)
         while len(running._finished) < 2:
             batch.step()
         batch.cancel(running)

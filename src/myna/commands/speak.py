@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from myna.evaluate.takes import TakeRanking
     from myna.models.ref import ModelRef
     from myna.speak.answering import AnswerModel
-    from myna.speak.engine import Speech
-    from myna.speak.voice import MarkedStream, Voice
+    from myna.speak.engine import Speech, SpeechStream
+    from myna.speak.voice import Voice
 
 OUTPUT, TAKES = "Output", "Takes"
 SINGLE_THREAD_PARAMETERS = 50_000_000
@@ -150,7 +150,7 @@ def _(
     for file in (*written, *codes_files):
         check_output_file(file, inputs=[Path(file) for file in inputs], force=force)
     text = read_speech_text(Path(text_file)) if text_file is not None else str(text)
-    speech_request(text, **speech)
+    speech_request(text, **speech).check()
     voice = _open_voice(options)
     if stream or play:
         _stream_speech(voice.stream(text, **speech), take_files, play=play, force=force)
@@ -207,7 +207,7 @@ def _(
         name = "--keep-takes" if keep_takes else "--asr"
         raise SpeakError(f"{name} chooses among several takes", hint="--takes 4")
     speech = _pick(options, SpeechOptions)
-    defaults = request.unchecked_request("", **speech)
+    defaults = request.speech_request("", **speech)
     lines.open_lines(Path(file), Path(out), defaults, suffix=f".{format}", force=force)
     voice = _open_voice(options)
     spoken = call_with_bars(
@@ -349,7 +349,7 @@ def _take_files(file: Path, takes: int) -> list[Path]:
     return [file] if takes == 1 else [file.with_stem(f"{file.stem}-{number}") for number in range(1, takes + 1)]
 
 
-def _stream_speech(stream: MarkedStream, files: list[Path], *, play: bool, force: bool) -> None:
+def _stream_speech(stream: SpeechStream, files: list[Path], *, play: bool, force: bool) -> None:
     """Play samples, or write them to standard output, as they come; and to a file if one is wanted."""
     import numpy as np
 
@@ -357,6 +357,7 @@ def _stream_speech(stream: MarkedStream, files: list[Path], *, play: bool, force
     from myna.speak.playback import open_player, open_standard_output
 
     pieces = []
+    assert stream.origin is not None
     with open_player(stream.sample_rate) if play else open_standard_output() as write:
         for samples in stream:
             write(samples)
@@ -369,7 +370,7 @@ def _stream_speech(stream: MarkedStream, files: list[Path], *, play: bool, force
     _show_end("", stream, sum(map(len, pieces)) / stream.sample_rate, stderr=True)
 
 
-def _show_end(name: str, speech: Speech | MarkedStream, seconds: float, *, stderr: bool = False) -> None:
+def _show_end(name: str, speech: Speech | SpeechStream, seconds: float, *, stderr: bool = False) -> None:
     """Print how long the speech is, and whether the model found its end; else the words at which it did not."""
     end = "stopped by itself" if speech.finish_reason == "stop" else "it did not find its end"
     style = "none" if speech.finish_reason == "stop" and not speech.warnings else "yellow"

@@ -136,7 +136,9 @@ class SpeechEvaluation:
 
     def run(self, step: int, model: nn.Module, autocast: AutocastContext) -> SpeechScores:
         codec = self.codec or self.family.load_codec(device=self.device)
-        engine = Engine(self.family, model, codec, self.recipe.data.reference_placement, autocast)
+        engine = Engine(
+            self.family, model, codec, reference_placement=self.recipe.data.reference_placement, autocast=autocast
+        )
         folder = self.folder / pipeline.step_folder(step)
         rows = self._score(self.eval_set, self._system(engine), folder)
         forgetting = self._score(self.forgetting_set, self._system(engine), folder / "forgetting")

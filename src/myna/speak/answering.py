@@ -84,10 +84,10 @@ class AnswerModel:
     def __init__(self, ref: ModelRef, *, device: str = "auto", batch_size: int = 16) -> None:
         """Load a run, an adapter or a model that answers."""
         target = pick_device(device)
-        loaded = load_model_weights(ref, None, target, target)
-        self.encoder = loaded.family.load_encoder(device=loaded.device)
-        check_trained_with(loaded, self.encoder)
-        self.family, self.model = require_answering(loaded.family), loaded.weights.eval()
+        family, weights = load_model_weights(ref, None, target, target)
+        self.encoder = family.load_encoder(device=target)
+        check_trained_with(ref, family, self.encoder)
+        self.family, self.model = require_answering(family), weights.eval()
         self.batch_size, self._recipe = batch_size, ref.run.recipe if ref.run is not None else None
 
     def answer_questions(

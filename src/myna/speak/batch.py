@@ -241,9 +241,8 @@ class RunningRequest:
 class SpeechBatch:
     """The running batch of an engine: the one loop that drives the scheduler and the codec.
 
-    Requests are started at once (`start`, in the order of the calls), or wait for a free slot (`submit`, from any
-    thread, by priority). `step` advances all of them by one frame. The samples of a streamed request are those of its
-    finished clip, bit for bit, whatever else is in the batch.
+    Requests wait for a free slot (`submit`, from any thread). `step` advances all that have one by one frame. The
+    samples of a streamed request are those of its finished clip, bit for bit, whatever else is in the batch.
 
     A `paced` batch serves listeners: it holds back what is well ahead of its playback, and lets the codec run beside
     the steps. Otherwise every window is decoded as soon as its frames are there.
@@ -313,22 +312,22 @@ class SpeechBatch:
             self.scheduler.decoder.warm_up()
             warm_up(self._codec, self.slots)
 
-    def start(self, plan: SpeechPlan, *, streamed: bool = True) -> RunningRequest:
-        """Begin a request with the next step. With `streamed` off only its codes are generated."""
-        running = RunningRequest(self._engine, plan, streamed=streamed)
-        running.begin(self.scheduler)
-        self._running.append(running)
-        return running
-
     def reserve(self) -> int:
         """Return the next place in the queue, for a request that has no plan yet."""
         return next(self._places)
 
     def submit(
-        self, plan: SpeechPlan, *, id: str = "", watermark: StreamWatermark | None = None, place: int | None = None
+        self,
+        plan: SpeechPlan,
+        *,
+        id: str = "",
+        watermark: StreamWatermark | None = None,
+        place: int | None = None,
+        streamed: bool = True,
     ) -> RunningRequest:
-        """Queue a request. A lower priority comes first, then a lower place. Its failure ends this request alone."""
-        running = RunningRequest(self._engine, plan, id=id, watermark=watermark)
+        """Queue a request. A lower priority comes first, then a lower place. Its failure ends this request alone. With
+        `streamed` off only its codes are generated."""
+        running = RunningRequest(self._engine, plan, id=id, watermark=watermark, streamed=streamed)
         self._inbox.put((plan.request.priority, self.reserve() if place is None else place, running))
         return running
 

@@ -31,7 +31,8 @@ from myna.models.base import AdapterSlots, Family, RenderedSequence, require_spe
 from myna.models.files import WeightsMetadata
 from myna.models.ref import ModelRef
 from myna.provenance.credentials import write_speech
-from myna.provenance.speech_log import SpeechOrigin
+from myna.provenance.speech_log import SpeechOrigin, log_speech
+from myna.provenance.watermark import StreamWatermark
 from myna.speak.batch import MAX_CONTEXT_SECONDS, RunningRequest, SpeechBatch, SpeechPlan, SpokenSegment
 from myna.speak.request import FinishReason, ReferenceRecording, SpeechRequest, open_reference
 from myna.speak.scheduler import SPARE_POSITIONS
@@ -109,6 +110,7 @@ class Engine:
         family: Family,
         model: nn.Module,
         codec: Codec,
+        *,
         reference_placement: ReferencePlacement = "turn",
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scene: str = "",
@@ -126,8 +128,9 @@ class Engine:
         self.tuned_with = ""
         """Run that is merged into the model: adapters need the base model."""
         parameters = list(model.parameters())
+        self.device = parameters[0].device
         is_small = sum(parameter.nbytes for parameter in parameters) < MAX_SINGLE_THREAD_BYTES
-        self.single_thread = is_small and parameters[0].device.type == "cpu"
+        self.single_thread = is_small and self.device.type == "cpu"
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -276,7 +279,7 @@ class Engine:
                 # One that does not fit the batch waits until all before it have ended: then the batch is made anew.
                 while waiting and len(spoken) < 2 * slots and waiting[0][1].max_positions <= batch.positions:
                     number, plan = waiting.popleft()
-                    spoken[batch.start(plan, streamed=False)] = number
+                    spoken[batch.submit(plan, streamed=False)] = number
                 batch.step()
                 if on_frame is not None and (longest := max(one.frames for one in spoken)) > frames:
                     frames = longest
@@ -290,9 +293,11 @@ class Engine:
                 for running in spoken:
                     batch.cancel(running)
 
-    def stream(self, request: SpeechRequest, *, split: bool = False) -> SpeechStream:
-        """Speak one request, yielding samples as they are generated."""
-        return SpeechStream(self, self.plan(request, split=split))
+    def stream(
+        self, request: SpeechRequest, origin: SpeechOrigin | None = None, *, split: bool = False
+    ) -> SpeechStream:
+        """Speak one request, yielding samples as they are generated, marked and logged if they have an origin."""
+        return SpeechStream(self, self.plan(request, split=split), origin)
 
     def open_batch(
         self,
@@ -383,13 +388,16 @@ class Engine:
 
 
 class SpeechStream(Iterator[Samples]):
-    """Samples of one plan as they are generated: together those of `speak_plans`, bit for bit. `close` ends the
-    request, and so does a caller that stops reading."""
+    """Samples of one plan as they are generated: together those of `speak_plans`, bit for bit. With an origin they have
+    its watermark, and are logged when they end. `close` ends the request, and so does a caller that stops reading."""
 
-    def __init__(self, engine: Engine, plan: SpeechPlan) -> None:
-        self.sample_rate = engine.codec.sample_rate
+    def __init__(self, engine: Engine, plan: SpeechPlan, origin: SpeechOrigin | None = None) -> None:
+        self.sample_rate, self.origin = engine.codec.sample_rate, origin
         self._engine, self._batch = engine, engine.batch_of(1, plan.max_positions)  # which does not keep the engine
-        self._running = self._batch.start(plan)
+        is_marked = origin is not None and origin.watermark
+        watermark = StreamWatermark(self.sample_rate, device=str(engine.device)) if is_marked else None
+        self._running = self._batch.submit(plan, watermark=watermark)
+        self._digest, self._seconds = hashlib.sha256(), 0.0
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -406,18 +414,26 @@ class SpeechStream(Iterator[Samples]):
         if running.cancelled and running.error is None:
             raise StopIteration
         while not len(samples := running.take_samples()):
-            if running.error is not None:
-                raise running.error
             if running.ended:
-                raise StopIteration
+                self._log()
+                raise running.error if running.error is not None else StopIteration
             self._batch.step()
+        self._digest.update(pcm16(samples))
+        self._seconds += len(samples) / self.sample_rate
         return samples
 
     def close(self) -> None:
+        self._log()
         self._batch.cancel(self._running)
 
     def __del__(self) -> None:
-        self._batch.cancel(self._running)
+        self.close()
+
+    def _log(self) -> None:
+        """Log what was given out, once."""
+        seconds, self._seconds = round(self._seconds, 3), 0.0
+        if self.origin is not None and seconds:
+            log_speech("streamed", self.origin, self._digest, seconds=seconds, finish_reason=self.finish_reason)
 
 
 def encode_clip(codec: Encoder, samples: Samples) -> Codes:

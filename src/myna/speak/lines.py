@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from myna.evaluate.takes import TakeRanker
     from myna.speak.batch import SpeechPlan
     from myna.speak.engine import Engine, Speech
-    from myna.speak.voice import SpeechMarker
 
 SPOKEN_FILE, MEDIA_FOLDER = "spoken.jsonl", "media"
 """Names in the folder: an object for each line, and clips that the file of lines carried within it."""
@@ -220,7 +219,8 @@ class LineSpeaker:
     A line depends on its text and seed alone: lines with the same words, voice and seed sound the same."""
 
     engine: Engine
-    marker: SpeechMarker
+    mark: Callable[[Speech, SpeechRequest], Speech]
+    """Adds the watermark and the origin, as the request asks."""
     out: Path
     suffix: str
     takes: LineTakes | None
@@ -265,6 +265,7 @@ class LineSpeaker:
     ) -> str:
         """Return the hash of everything that decides the audio: equal keys give equal audio."""
         from myna.models.code_sampling import SAMPLING_REVISION
+        from myna.provenance.watermark import MARK_NAME
 
         voices = [
             (recording_hash(one.file), one.text, asdict(one.span) if one.span is not None else None)
@@ -274,7 +275,7 @@ class LineSpeaker:
         parts = (weights(request.adapter, request.strength), SAMPLING_REVISION, sampling, request.text)
         settings = (request.language, self.engine.scene_of(request), voices)
         chosen = (self.takes.count, self.takes.ranker.name) if self.takes is not None else ()
-        marked = (self.marker.origin.watermark,) if self.marker.origin.watermark else ()
+        marked = (MARK_NAME,) if request.watermark else ()
         return bytes_hash(repr((*parts, *settings, *chosen, *marked)).encode())
 
     def _is_spoken(self, row: Mapping[str, Any] | None, key: str) -> bool:
@@ -293,14 +294,14 @@ class LineSpeaker:
         if self.takes is not None:
             ranking = [take.to_json() for take in self.takes.ranker.rank(request, speeches).takes]
         best = ranking[0]["take"]
-        speech, count = self.marker.mark(speeches[best - 1], request.take(best - 1)), len(recordings)
+        speech, count = self.mark(speeches[best - 1], request.take(best - 1)), len(recordings)
         references = [f"{line.name}+reference{f'-{n}' if count > 1 else ''}{self.suffix}" for n in range(count)]
         for recording, file in zip(recordings, references, strict=True):
             samples = read_reference(recording.file, speech.sample_rate, recording.span)
             write_audio(self.out / file, np.clip(samples, -1.0, 1.0), speech.sample_rate)
         for other in ranking[1:] if self.takes is not None and self.takes.keep_all else ():
             take = other["take"]  # those that are not given out are ranked, and neither marked nor logged
-            marked = self.marker.mark(speeches[take - 1], request.take(take - 1))
+            marked = self.mark(speeches[take - 1], request.take(take - 1))
             other["file"] = self._save(marked, f"{line.name}+take-{take}{self.suffix}")
         row = {
             "id": line.id,
@@ -312,7 +313,7 @@ class LineSpeaker:
             "key": key,
             "warnings": list(speech.warnings),
             "references": references,
-            "watermark": self.marker.origin.watermark or None,
+            "watermark": speech.origin.watermark or None if speech.origin is not None else None,
         }
         return row | ({"takes": ranking} if self.takes is not None else {})
 

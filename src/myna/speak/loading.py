@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import nn
@@ -44,21 +44,22 @@ def load_engine(
         raise SpeakError(f"{quantization} is no way to store weights for speaking", hint=hint)
     target = pick_device(device)
     place = target if quantization == "none" else torch.device("cpu")
-    loaded = load_model_weights(ref, codec, target, place, strength)
+    family, weights = load_model_weights(ref, codec, target, place, strength)
     if quantization != "none":
         if quantization == "fp8" and not supports_fp8(target):
             raise SpeakError(
                 f"fp8 weights need a GPU with 8-bit products (CUDA capability 8.9 or more), this is {target}",
                 hint="--quantization int8, nf4 for the least memory, or none",
             )
-        names = loaded.family.lora_targets(loaded.weights, "comprehensive").adapted
-        loaded = loaded._replace(weights=quantize(loaded.weights, quantization, names, target))
-        for linear in quantized_linears(loaded.weights):
+        names = family.lora_targets(weights, "comprehensive").adapted
+        weights = quantize(weights, quantization, names, target)
+        for linear in quantized_linears(weights):
             linear.drop_backward()
-    encoder = require_speaking(loaded.family).load_codec(device=loaded.device)
-    check_trained_with(loaded, encoder)
-    known, weights = loaded.metadata, loaded.weights.requires_grad_(False)  # not to be trained: they may be rearranged
-    engine = Engine(loaded.family, weights, encoder, known.reference_placement, scene=known.scene, exact=exact)
+    encoder = require_speaking(family).load_codec(device=target)
+    check_trained_with(ref, family, encoder)
+    weights.requires_grad_(False)  # not to be trained: they may be rearranged
+    placement, scene = ref.metadata.reference_placement, ref.metadata.scene
+    engine = Engine(family, weights, encoder, reference_placement=placement, scene=scene, exact=exact)
     engine.tuned_with = ref.source if ref.is_trained else ""
     return engine
 
@@ -82,26 +83,16 @@ def read_adapter(engine: Engine, ref: ModelRef) -> tuple[LoraMatrices, WeightsMe
     is_plain = not any(True for _ in quantized_linears(engine.model)) and not known.text_head
     if is_plain and trained_in is not None and dtype in (trained_in, torch.float32):
         _check_base(ref, family, engine.model, trained_in)
-    check_trained_with(LoadedModel(family, engine.model, ref.source, known, torch.device("cpu")), engine.codec)
+    check_trained_with(ref, family, engine.codec)
     matrices = read_lora_matrices(family, ref.adapter)  # which also refuses what is no adapter
     hashes = [file_hash(ref.adapter / name) for name in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE)]
     return matrices, known, " ".join(hashes)
 
 
-class LoadedModel(NamedTuple):
-    """Weights with their family, and the facts of their training."""
-
-    family: Family
-    weights: nn.Module
-    name: str
-    metadata: WeightsMetadata
-    device: torch.device
-
-
 def load_model_weights(
     ref: ModelRef, codec: str | None, target: torch.device, place: torch.device, strength: float = 1.0
-) -> LoadedModel:
-    """Load weights in the type of the target device, to another place if they are to be packed first."""
+) -> tuple[Family, nn.Module]:
+    """Open a model and load its weights in the type of the target device, to another place if they are packed first."""
     if not ref.is_trained and strength != 1.0:
         raise SpeakError("`strength` scales the LoRA of a run", hint="give --run, or leave it out")
     dtype = choose_precision("auto", target).compute_dtype
@@ -117,7 +108,7 @@ def load_model_weights(
         from myna.models.lora import merge_lora
 
         weights = merge_lora(load_adapted(ref, family, dtype, place, text_head=None), strength)
-    return LoadedModel(family, weights, ref.source, ref.metadata, target)
+    return family, weights
 
 
 def load_adapted(
@@ -163,12 +154,13 @@ def _check_base(ref: ModelRef, family: Family, model: nn.Module, trained_in: tor
         )
 
 
-def check_trained_with(loaded: LoadedModel, encoder: Encoder) -> None:
-    known = loaded.metadata.inputs
-    for name, revision in (("codec", encoder.revision), ("prompt", loaded.family.prompt_revision)):
+def check_trained_with(ref: ModelRef, family: Family, encoder: Encoder) -> None:
+    """Refuse a codec or a prompt other than that of the training."""
+    known = ref.metadata.inputs
+    for name, revision in (("codec", encoder.revision), ("prompt", family.prompt_revision)):
         if known.get(name, revision) != revision:
             raise SpeakError(
-                f"{loaded.name} was trained with another {name} than would speak now ({known[name]}, now {revision})",
+                f"{ref.source} was trained with another {name} than would speak now ({known[name]}, now {revision})",
                 hint=f"use the {name} it was trained with",
             )
 

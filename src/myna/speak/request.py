@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -118,7 +117,7 @@ class SpeechRequest:
 
     def check(self) -> None:
         """Refuse a request that no model could speak, before one is opened."""
-        check_speech_text(self.text, [reference.text for reference in self.references])
+        self._check_text()
         self.check_settings()
 
     def check_settings(self) -> None:
@@ -131,16 +130,39 @@ class SpeechRequest:
         if not 0 < self.max_seconds < math.inf:
             raise SpeakError(f"max_seconds is {self.max_seconds:g}", hint="give a number of seconds above 0")
 
+    def _check_text(self) -> None:
+        """Refuse a text without words, a reference without its transcript, and tags that do not fit the references.
+        Several references need `[SPEAKER0]`, `[SPEAKER1]`, ... each; tags without any reference leave the voices to the
+        model."""
+        if not normalise_text(self.text):
+            raise SpeakError("there is no text to speak", hint='give some words: myna speak "Good morning." ...')
+        for number, reference in enumerate(self.references, start=1):
+            if not normalise_text(reference.text):
+                raise SpeakError(
+                    f"the text of reference {number} is empty", hint='write what is said in it: --reference-text "..."'
+                )
+        tags = sorted({int(number) for number in SPEAKER_TAG.findall(self.text)})
+        count = len(self.references)
+        if count > 1 and not tags:
+            raise SpeakError(
+                f"there are {count} references, and nothing in the text says who speaks",
+                hint='put a tag before each part: "[SPEAKER0] Hello. [SPEAKER1] Hi.", or give one reference',
+            )
+        expected = list(range(count or len(tags)))
+        if tags and tags != expected:
+            found, needed = (", ".join(f"[SPEAKER{number}]" for number in some) for some in (tags, expected))
+            given = f"the {count} references are" if count > 1 else "the one reference is"
+            whose = f"{given} {needed}" if count else f"speakers are numbered from 0: {needed}"
+            raise SpeakError(
+                f"the text has {found}, but {whose}",
+                hint="number the tags from [SPEAKER0], in the order of the references, and give one --reference with "
+                "its --reference-text for each",
+            )
+
 
 def speech_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
-    """Make a checked request, with the recording of a stored voice if one is named."""
-    request = unchecked_request(text, **options)
-    request.check()
-    return request
-
-
-def unchecked_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
-    """Make a request whose text is not checked: lines of a file have texts of their own."""
+    """Make a request, with the recording of a stored voice if one is named. `check` it, unless a file of lines gives
+    the text."""
     settings: dict[str, Any] = dict(options)
     name, given, said = (settings.pop(key, None) for key in ("voice", "reference", "reference_text"))
     recordings = [given] if isinstance(given, str | os.PathLike) else list(given or ())
@@ -161,35 +183,6 @@ def unchecked_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequ
         recording, transcript = store.reference(stored)
         references = (ReferenceRecording(recording, transcript, voice=stored.name, consent=stored.consent.id),)
     return SpeechRequest(text, references, **settings)
-
-
-def check_speech_text(text: str, reference_texts: Sequence[str]) -> None:
-    """Refuse a text without words, a reference without its transcript, and tags that do not fit the references. Several
-    references need `[SPEAKER0]`, `[SPEAKER1]`, ... each; tags without any reference leave the voices to the model."""
-    if not normalise_text(text):
-        raise SpeakError("there is no text to speak", hint='give some words: myna speak "Good morning." ...')
-    for number, transcript in enumerate(reference_texts, start=1):
-        if not normalise_text(transcript):
-            raise SpeakError(
-                f"the text of reference {number} is empty", hint='write what is said in it: --reference-text "..."'
-            )
-    tags = sorted({int(number) for number in SPEAKER_TAG.findall(text)})
-    count = len(reference_texts)
-    if count > 1 and not tags:
-        raise SpeakError(
-            f"there are {count} references, and nothing in the text says who speaks",
-            hint='put a tag before each part: "[SPEAKER0] Hello. [SPEAKER1] Hi.", or give one reference',
-        )
-    if tags and tags != list(range(count or len(tags))):
-        found = ", ".join(f"[SPEAKER{number}]" for number in tags)
-        needed = ", ".join(f"[SPEAKER{number}]" for number in range(count or len(tags)))
-        given = f"the {count} references are" if count > 1 else "the one reference is"
-        whose = f"{given} {needed}" if count else f"speakers are numbered from 0: {needed}"
-        raise SpeakError(
-            f"the text has {found}, but {whose}",
-            hint="number the tags from [SPEAKER0], in the order of the references, and give one --reference with its "
-            "--reference-text for each",
-        )
 
 
 def read_speech_text(file: Path) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from myna.audio.files import AudioFileFormat, Samples, pcm16
+from myna.audio.files import AudioFileFormat, pcm16
 from myna.core.config import Quantization
 from myna.core.errors import SpeakError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER
@@ -17,105 +16,27 @@ from myna.core.progress import ProgressCallback, silent
 from myna.models.ref import ModelRef, display_name
 from myna.provenance.credentials import check_installed
 from myna.provenance.speech_log import SpeechOrigin, check_log, log_speech, model_origin, new_id
-from myna.provenance.watermark import MARK_NAME, StreamWatermark, watermark
+from myna.provenance.watermark import MARK_NAME, watermark
 from myna.speak import SpeechOptions
 from myna.speak.batch import SpeechPlan
 from myna.speak.engine import Engine, Speech, SpeechStream
 from myna.speak.lines import LineSpeaker, LineTakes, SpokenLines, open_lines
 from myna.speak.loading import load_engine
-from myna.speak.request import FinishReason, SpeechRequest, speech_request, unchecked_request
+from myna.speak.request import SpeechRequest, speech_request
 
 if TYPE_CHECKING:
     from myna.core.run_folder import Run
     from myna.evaluate.takes import TakeRanker, TakeRanking
 
 
-@dataclass(frozen=True, slots=True)
-class SpeechMarker:
-    """Marker for speech of one model. `origin` has a `watermark` unless that was switched off."""
-
-    origin: SpeechOrigin
-    device: str = "cpu"
-
-    @classmethod
-    def open(cls, origin: SpeechOrigin, *, with_watermark: bool, device: str) -> SpeechMarker:
-        """Make a marker. Missing packages are an error here, before anything is spoken."""
-        if with_watermark:
-            check_installed()
-        check_log()
-        return cls(replace(origin, watermark=MARK_NAME if with_watermark else ""), device)
-
-    def mark(self, speech: Speech, request: SpeechRequest) -> Speech:
-        """Return speech with the watermark, and with its origin, which signs and logs the files it is saved to."""
-        samples = speech.samples
-        if self.origin.watermark:
-            samples = watermark(samples, speech.sample_rate, device=self.device)
-        return replace(speech, samples=samples, origin=self._origin(request))
-
-    def mark_stream(self, stream: SpeechStream, request: SpeechRequest) -> MarkedStream:
-        """Return a stream with the watermark, which is logged when it ends."""
-        return MarkedStream(stream, self._origin(request), self.device)
-
-    def _origin(self, request: SpeechRequest) -> SpeechOrigin:
-        voice, consent = request.voice, request.consent
-        return replace(self.origin, text=request.text, seed=request.seed, voice=voice, consent=consent, id=new_id())
-
-
-def _give_out(speeches: Sequence[Speech], plans: Sequence[SpeechPlan], marker: SpeechMarker) -> list[Speech]:
-    """Mark and log speech that is handed to a program."""
-    marked = [marker.mark(speech, plan.request) for speech, plan in zip(speeches, plans, strict=True)]
-    for speech in marked:
-        assert speech.origin is not None
-        log_speech("spoken", speech.origin, pcm16(speech.samples), seconds=round(speech.seconds, 3))
-    return marked
-
-
-class MarkedStream(Iterator[Samples]):
-    """Samples of one request as they are generated, with the watermark. Together they are those of `Voice.speak`, bit
-    for bit. `close` ends the request; the samples until then are logged."""
-
-    def __init__(self, stream: SpeechStream, origin: SpeechOrigin, device: str) -> None:
-        self.origin, self._stream, self.sample_rate = origin, stream, stream.sample_rate
-        self._samples = self._generate(stream, origin, device)
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Reason of the end, as in `Speech`, once all is generated."""
-        return self._stream.finish_reason
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings, as in `Speech`, for what is generated so far."""
-        return self._stream.warnings
-
-    def __next__(self) -> Samples:
-        return next(self._samples)
-
-    def close(self) -> None:
-        self._samples.close()
-        self._stream.close()
-
-    @staticmethod
-    def _generate(stream: SpeechStream, origin: SpeechOrigin, device: str) -> Generator[Samples, None, None]:
-        digest, count = hashlib.sha256(), 0
-        pieces = _marked(stream, StreamWatermark(stream.sample_rate, device=device)) if origin.watermark else stream
-        try:
-            for samples in filter(len, pieces):
-                digest.update(pcm16(samples))
-                count += len(samples)
-                yield samples
-        finally:
-            if count:
-                seconds = round(count / stream.sample_rate, 3)
-                log_speech("streamed", origin, digest, seconds=seconds, finish_reason=stream.finish_reason)
-
-
-def _marked(stream: SpeechStream, marker: StreamWatermark) -> Iterator[Samples]:
-    yield from map(marker.push, stream)
-    yield marker.finish()
-
-
 PathLike = str | os.PathLike[str]
+
+
+def check_marks(*, with_watermark: bool) -> None:
+    """Refuse to speak where the packages of the watermark are missing, or the log cannot be written."""
+    if with_watermark:
+        check_installed()
+    check_log()
 
 
 class Voice:
@@ -180,9 +101,8 @@ class Voice:
         self, text: str, takes: int, *, progress: ProgressCallback = silent, **options: Unpack[SpeechOptions]
     ) -> list[Speech]:
         """Speak a text several times at once: each take is what `speak` gives with `seed`, `seed` + 1, and so on."""
-        request = self._own(speech_request(text, **options))
-        plans, marker = self._plans(request, takes), self._marker(request)
-        return _give_out(self._speak_plans(plans, progress), plans, marker)
+        plans = self._plans(self._request(text, **options), takes)
+        return self._give_out(self._speak_plans(plans, progress), plans)
 
     def speak_best(
         self,
@@ -197,21 +117,21 @@ class Voice:
         """Speak a text several times at once, as `speak_takes`, and rank the takes: those that found their end first,
         then by word errors (`asr`: a Whisper, as of `evaluate`), by similarity to the reference's speaker and by
         predicted MOS, as far as these metrics are installed. `best` of the result is the best `Speech`."""
-        request, ranker = self._own(speech_request(text, **options)), self._ranker(asr, speaker_encoder)
+        request, ranker = self._request(text, **options), self._ranker(asr, speaker_encoder)
         ranker.check(len(request.references))
-        plans, marker = self._plans(request, takes), self._marker(request)
+        plans = self._plans(request, takes)
         ranking = ranker.rank(request, self._speak_plans(plans, progress, all_must_speak=False), progress)
         # They are ranked as the model made them, and marked afterwards.
         chosen = [plans[take.number - 1] for take in ranking.takes]
-        marked = _give_out([take.speech for take in ranking.takes], chosen, marker)
+        marked = self._give_out([take.speech for take in ranking.takes], chosen)
         takes_marked = (replace(take, speech=one) for take, one in zip(ranking.takes, marked, strict=True))
         return replace(ranking, takes=tuple(takes_marked))
 
-    def stream(self, text: str, **options: Unpack[SpeechOptions]) -> MarkedStream:
+    def stream(self, text: str, **options: Unpack[SpeechOptions]) -> SpeechStream:
         """Speak a text as `speak` does, yielding arrays of samples as they are generated, at `sample_rate`. Together
         they are the samples of `speak`; its `finish_reason` and `warnings` are known at the end."""
-        request = self._own(speech_request(text, **options))
-        return self._marker(request).mark_stream(self.engine.stream(request, split=True), request)
+        request = self._request(text, **options)
+        return self.engine.stream(request, self._origin(request), split=True)
 
     def speak_lines(
         self,
@@ -233,8 +153,9 @@ class Voice:
         is as given here. `spoken.jsonl` has a row for each; lines that are in it, from the same text, voice, settings
         and weights, are not spoken again. Of several `takes` the best is kept, chosen as by `speak_best`; with
         `keep_takes` the others are written beside it."""
-        defaults, suffix = self._own(unchecked_request("", **options)), f".{format}"
+        defaults, suffix = self._own(speech_request("", **options)), f".{format}"
         defaults.check_settings()
+        check_marks(with_watermark=defaults.watermark)
         lines = open_lines(Path(file), Path(out), defaults, suffix=suffix, force=force)
         choice = None
         if takes > 1:
@@ -242,8 +163,15 @@ class Voice:
             for count in {len(line.request.references) for line in lines}:
                 ranker.check(count)
             choice = LineTakes(takes, ranker, keep_takes)
-        speaker = LineSpeaker(self.engine, self._marker(defaults), Path(out), suffix, choice)
+        speaker = LineSpeaker(self.engine, self._mark, Path(out), suffix, choice)
         return speaker.speak(lines, batch_size, progress)
+
+    def _request(self, text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
+        """Make a checked request to this voice."""
+        request = self._own(speech_request(text, **options))
+        request.check()
+        check_marks(with_watermark=request.watermark)
+        return request
 
     def _own(self, request: SpeechRequest) -> SpeechRequest:
         return replace(request, adapter=self._adapter, strength=self._strength)
@@ -264,15 +192,32 @@ class Voice:
             )
         return [speech for _, speech in sorted(spoken.items())]
 
-    def _marker(self, request: SpeechRequest) -> SpeechMarker:
-        device = str(next(self.engine.model.parameters()).device)
-        return SpeechMarker.open(self.origin, with_watermark=request.watermark, device=device)
+    def _origin(self, request: SpeechRequest) -> SpeechOrigin:
+        """Return the origin of one generation."""
+        mark, voice, consent = MARK_NAME if request.watermark else "", request.voice, request.consent
+        known = replace(self.origin, text=request.text, seed=request.seed, voice=voice, consent=consent)
+        return replace(known, watermark=mark, id=new_id())
+
+    def _mark(self, speech: Speech, request: SpeechRequest) -> Speech:
+        """Return speech with the watermark, and with its origin, which signs and logs the files it is saved to."""
+        origin, samples = self._origin(request), speech.samples
+        if origin.watermark:
+            samples = watermark(samples, speech.sample_rate, device=str(self.engine.device))
+        return replace(speech, samples=samples, origin=origin)
+
+    def _give_out(self, speeches: Sequence[Speech], plans: Sequence[SpeechPlan]) -> list[Speech]:
+        """Mark and log speech that is handed to a program."""
+        marked = [self._mark(speech, plan.request) for speech, plan in zip(speeches, plans, strict=True)]
+        for speech in marked:
+            assert speech.origin is not None
+            log_speech("spoken", speech.origin, pcm16(speech.samples), seconds=round(speech.seconds, 3))
+        return marked
 
     def _ranker(self, asr: str | None, speaker_encoder: str) -> TakeRanker:
         """Return a ranker of takes, opened once."""
         from myna.evaluate.takes import TakeRanker
 
         if (asr, speaker_encoder) not in self._rankers:
-            device = next(self.engine.model.parameters()).device.type
+            device = self.engine.device.type
             self._rankers[asr, speaker_encoder] = TakeRanker.open(asr, speaker_encoder, device=device)
         return self._rankers[asr, speaker_encoder]
