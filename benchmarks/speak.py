@@ -310,12 +310,12 @@ class Bench:
             self.synchronize()
             start = time.perf_counter()
             generation = scheduler.submit(prompt, Sampling(seed=number), 100)
-            done = 0
-            for frames in scheduler.run(generation):
-                samples = stream.decode(generation.codes(done))
-                done = frames
-                if len(samples):
-                    break
+            done = heard = 0
+            while not heard and not generation.finished:
+                scheduler.advance()
+                if generation.frames > done:
+                    heard = len(stream.decode(generation.codes(done)))
+                    done = generation.frames
             times.append((time.perf_counter() - start) * 1e3)
             generation.cancel()
             while scheduler.busy:

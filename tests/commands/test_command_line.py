@@ -238,7 +238,7 @@ def test_a_stage_with_brackets_in_its_name_is_shown_as_it_is(monkeypatch: pytest
     from myna.commands import display
 
     console = Console(file=io.StringIO(), width=200, force_terminal=True)
-    monkeypatch.setattr(display, "errors", console)
+    monkeypatch.setattr(display, "console", lambda **_: console)
     with display.progress_bars() as progress:
         progress("take[/b]: speaking", 1, 2)
     assert isinstance(console.file, io.StringIO) and "take[/b]: speaking" in console.file.getvalue()

@@ -327,7 +327,7 @@ def test_markup_in_a_text_or_an_id_neither_ends_a_training_nor_is_swallowed(
     capsys.readouterr()
     words = ["train", recipe_file, "--out", tmp_path / "[/red]", "--set", f"data.train={tmp_path / 'prepared'}"]
     monkeypatch.setattr(sys, "argv", ["myna", *map(str, words)])
-    monkeypatch.setattr(display.errors, "width", 1000)
+    monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit, match="0"):
         main()
     printed = capsys.readouterr()

@@ -205,10 +205,12 @@ def test_frames_come_as_they_are_generated(family: HiggsV2, model: Any, prompts:
     scheduler = batch(family, model, 1)
     generation = scheduler.submit(prompts[0], Sampling(seed=2), 12)
     pieces, done = [], 0
-    for frames in scheduler.run(generation):
-        pieces.append(generation.codes(done))
-        assert len(pieces[-1]) == frames - done
-        done = frames
+    while not generation.finished:
+        scheduler.advance()
+        if generation.frames > done:
+            pieces.append(generation.codes(done))
+            assert len(pieces[-1]) == generation.frames - done
+            done = generation.frames
     assert len(pieces) == 12
     assert np.array_equal(np.concatenate(pieces), generation.codes())
 

@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
-from rich.table import Table
 from rich.text import Text
 
 from myna.commands import options as opt
-from myna.commands.display import call_with_bars, console, show, show_json
+from myna.commands.display import call_with_bars, console, plain_table, show, show_json
 from myna.commands.options import Call, PathLike, command, option
 from myna.core.errors import ConfigError
 from myna.core.io import absolute_folder, report_disk_errors
@@ -142,9 +141,9 @@ def _(
 
 def _show_curation(result: CurationResult) -> None:
     """Print where the hours went, who speaks, and the next commands."""
-    table = Table(title=f"{result.recordings} recordings, {_hours(result.seconds)}", box=None, padding=(0, 2, 0, 0))
-    for title in ("", "hours", "share"):
-        table.add_column(title, justify="right" if title else "left")
+    table = plain_table("", title=f"{result.recordings} recordings, {_hours(result.seconds)}")
+    for title in ("hours", "share"):
+        table.add_column(title, justify="right")
     for name, seconds in (("kept", result.kept_seconds), *result.dropped.items()):
         share = seconds / result.seconds if result.seconds else 0.0
         table.add_row(Text(name, "bold green" if name == "kept" else "none"), _hours(seconds), f"{share:.1%}")

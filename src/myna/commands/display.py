@@ -16,7 +16,6 @@ from rich.table import Table
 from myna.core.progress import ProgressCallback
 
 Result = TypeVar("Result")
-errors = Console(stderr=True, markup=False, emoji=False)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -43,6 +42,11 @@ def show_table(
     for row in rows:
         table.add_row(*row)
     console(stderr=stderr).print(table)
+
+
+def plain_table(*titles: str, **settings: Any) -> Table:
+    """Return a table without a frame, to which rows are added."""
+    return Table(*titles, box=None, header_style="bold", padding=(0, 2, 0, 0), **settings)
 
 
 def show_json(value: Any) -> None:
@@ -85,7 +89,7 @@ def open_bars(*, shown: bool = True) -> Progress:
         bar.TextColumn("{task.fields[state]}", markup=False),
         bar.TimeElapsedColumn(),
         bar.TimeRemainingColumn(),
-        console=errors,
+        console=console(stderr=True),
         disable=not shown,
     )
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myna.commands import options as opt
-from myna.commands.display import console, show, show_json
+from myna.commands.display import console, plain_table, show, show_json
 from myna.commands.options import Call, PathLike, command, option
 from myna.core import io as files
 from myna.core.errors import ConfigError
@@ -102,7 +102,7 @@ def _show_checks(checks: Iterator[Check]) -> list[Check]:
 def show_nodes(nodes: Sequence[NodeReport]) -> None:
     """Print the nodes of a cluster side by side, a hash of each long fact. The checks name the differences."""
     facts = list(dict.fromkeys(name for node in nodes for name in node.facts))
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table = plain_table()
     for title in ("node", "CPUs", "GPUs", *facts):
         table.add_column(title, overflow="fold")
     for node in nodes:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myna.commands import options as opt
-from myna.commands.display import call_with_bars, console, show, show_json
+from myna.commands.display import call_with_bars, console, plain_table, show, show_json
 from myna.commands.options import Call, PathLike, command, option
 from myna.core.io import check_writable, report_disk_errors
 from myna.core.progress import ProgressCallback, silent
@@ -97,7 +97,7 @@ def _(call: Call[Certificate], *, as_json: opt.Json = False) -> int:
 def show_certificate(certificate: Certificate) -> None:
     """Print every check of a verification, and the verdict."""
     screen = console()
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table = plain_table()
     for title in ("check", "result", "difference", "tolerance", "seconds"):
         table.add_column(title, no_wrap=True, justify="left" if title in ("check", "result") else "right")
     is_wide = screen.width >= MIN_DETAIL_WIDTH

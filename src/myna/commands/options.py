@@ -240,7 +240,7 @@ Force = Annotated[bool, option("Write over files that are there. Inputs never ar
 
 
 class ModelOptions(TypedDict, total=False):
-    """Options of commands that open a model to speak with: keyword arguments of `Voice.open`."""
+    """Options of commands that open a model to speak with: keyword arguments of `load_engine`."""
 
     run: Annotated[
         PathLike | None,

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from myna.speak.voice import Voice
 
 OUTPUT, TAKES = "Output", "Takes"
-SINGLE_THREAD_PARAMETERS = 50_000_000
-"""Parameters up to which a model computes with one thread."""
 
 KeepTakes = Annotated[bool, option("Write the takes that are not the best too: NAME-2.wav, ...", panel=TAKES)]
 
@@ -52,10 +50,15 @@ def load(
     `quantization` stores the weights smaller: fp8 (recent GPUs alone) and int8 in half, nf4 in a quarter. With `exact`,
     speech is the same bits whatever else is spoken at the same time, and slower.
     """
+    ref = model_ref(source, model)
+    return _load(ref, codec=codec, device=device, strength=strength, quantization=quantization, exact=exact)
+
+
+def _load(ref: ModelRef, **options: Any) -> Voice:
+    from myna.speak.loading import load_engine
     from myna.speak.voice import Voice
 
-    ref, weights = model_ref(source, model), quantization
-    return Voice.open(ref, codec=codec, device=device, strength=strength, quantization=weights, exact=exact)
+    return Voice(load_engine(ref, **options), ref)
 
 
 def load_answer_model(
@@ -303,16 +306,13 @@ def _open_voice(options: SpeakOptions) -> Voice:
     try:
         import torch
 
-        from myna.speak.voice import Voice
-
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        voice = Voice.open(ref, **opened)
+        voice = _load(ref, **opened)
     finally:
         gc.freeze()
         gc.enable()
-    # A small model keeps one thread: a second gains nothing, and waits in a busy loop for its share of the cores.
-    if sum(parameter.numel() for parameter in voice.engine.model.parameters()) > SINGLE_THREAD_PARAMETERS:
+    if not voice.engine.single_thread:
         torch.set_num_threads(threads)
     return voice
 

@@ -14,7 +14,7 @@ from myna.core.errors import AudioError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER
 
 if TYPE_CHECKING:
-    from myna.provenance.voice_store import StoredVoice
+    from myna.provenance.voice_store import StoredVoice, VoiceStore
     from myna.provenance.watermark import Detection
 
 VoiceName = Annotated[str, option("Name or id of a voice.")]
@@ -65,15 +65,19 @@ def _(call: Call[StoredVoice]) -> None:
 @command("voice list", example="myna voice list")
 def _(*, as_json: opt.Json = False) -> None:
     """List the stored voices."""
-    from myna.provenance.voice_store import VoiceStore
-
-    voices = VoiceStore().list_voices()
+    voices = _open_store().list_voices()
     if as_json:
         show_json([voice.model_dump(mode="json") for voice in voices])
     elif voices:
         _show_voices(voices)
     else:
         show("no voices yet: myna voice consent-sentence NAME, then myna voice add NAME")
+
+
+def _open_store() -> VoiceStore:
+    from myna.provenance.voice_store import VoiceStore
+
+    return VoiceStore()
 
 
 def _show_voices(voices: Sequence[StoredVoice]) -> None:
@@ -88,17 +92,13 @@ def _show_voices(voices: Sequence[StoredVoice]) -> None:
 @command("voice show", example='myna voice show "Marta Gil"')
 def _(name: VoiceName) -> None:
     """Print all that is stored of a voice, as JSON: recordings with their hashes, and how its consent was checked."""
-    from myna.provenance.voice_store import VoiceStore
-
-    print(VoiceStore().get_voice(name).model_dump_json(indent=2))
+    print(_open_store().get_voice(name).model_dump_json(indent=2))
 
 
 @command("voice remove", example='myna voice remove "Marta Gil"')
 def _(name: VoiceName) -> None:
     """Remove a voice, its recordings and its consent from this machine. Its speech stays in the log."""
-    from myna.provenance.voice_store import VoiceStore
-
-    show(f"{VoiceStore().remove_voice(name).name}: removed")
+    show(f"{_open_store().remove_voice(name).name}: removed")
 
 
 def consent_sentence(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import itertools
 import os
 import time
 import warnings
-import wave
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from myna.audio.files import pcm16, write_audio
+from myna.audio.files import encode_audio_file, pcm16, write_audio
 from myna.core.errors import ReferenceWarning, SpeakError
 from myna.core.io import check_output_file
 from myna.data.codec import Codec, Codes, Encoder, Samples
@@ -85,14 +83,8 @@ class Speech:
         return file
 
     def _repr_html_(self) -> str:
-        content = io.BytesIO()
-        with wave.open(content, "wb") as file:
-            file.setnchannels(1)
-            file.setsampwidth(2)
-            file.setframerate(self.sample_rate)
-            file.writeframes(pcm16(self.samples))
-        encoded = base64.b64encode(content.getvalue()).decode()
-        return f'<audio controls src="data:audio/wav;base64,{encoded}"></audio>'
+        content = encode_audio_file(Path("speech.wav"), self.samples, self.sample_rate)
+        return f'<audio controls src="data:audio/wav;base64,{base64.b64encode(content).decode()}"></audio>'
 
 
 class Engine:

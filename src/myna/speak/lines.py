@@ -25,17 +25,8 @@ from myna.audio.files import write_audio
 from myna.core.errors import MynaError, OutputError, SpeakError
 from myna.core.io import bytes_hash, claim_folder, file_hash, is_file, lock_folder, safe_file_name, save_text
 from myna.core.progress import ProgressCallback
-from myna.data.importers.conversations import open_text, parse_conversation, transcribed_clips
-from myna.data.importers.records import (
-    ImportContext,
-    RecordError,
-    SourceRecord,
-    find_file,
-    json_records,
-    nonblank_lines,
-    require_field,
-    require_type,
-)
+from myna.data.importers import conversations, records
+from myna.data.importers.records import RecordError, SourceRecord, require_type
 from myna.speak.request import ReferenceRecording, SpeechRequest, read_reference
 from myna.text.normalization import normalise_text
 
@@ -71,8 +62,8 @@ def read_lines(file: Path, media: Path, defaults: SpeechRequest) -> list[SpeechL
     is the folder for clips that ChatML carries within it."""
     is_json = file.suffix in (".jsonl", ".json")
     lines: list[SpeechLine] = []
-    context, ids, names = ImportContext(media), dict[str, int](), set[str]()
-    for record in json_records(file) if is_json else _text_records(file):
+    context, ids, names = records.ImportContext(media), dict[str, int](), set[str]()
+    for record in records.json_records(file) if is_json else _text_records(file):
         try:
             if isinstance(record.data, RecordError):
                 raise record.data
@@ -115,7 +106,7 @@ def open_lines(file: Path, out: Path, defaults: SpeechRequest, *, suffix: str, f
 
 
 def _text_records(file: Path) -> Iterator[SourceRecord]:
-    for number, content in nonblank_lines(file):
+    for number, content in records.nonblank_lines(file):
         try:
             yield SourceRecord(file, number, {"text": content.decode("utf-8")})
         except UnicodeDecodeError as error:
@@ -136,12 +127,12 @@ def _from_fields(record: SourceRecord, defaults: SpeechRequest) -> SpeechLine:
     if id is not None and type(id) not in (str, int):
         raise RecordError("malformed", f"`id` is {id!r}, not a name")
     references = tuple(
-        ReferenceRecording(find_file(path, record.source.parent, Path()), normalise_text(text))
+        ReferenceRecording(records.find_file(path, record.source.parent, Path()), normalise_text(text))
         for path, text in zip(audio, texts, strict=True)
     )
     request = replace(
         defaults,
-        text=normalise_text(require_field(data, "text", str)),
+        text=normalise_text(records.require_field(data, "text", str)),
         references=references or defaults.references,
         scene=defaults.scene if scene is None else require_type(scene, str, "scene"),
         seed=defaults.seed if seed is None else seed,
@@ -155,11 +146,11 @@ def _listed(value: Any, name: str) -> list[str]:
     return [require_type(one, str, name) for one in values]
 
 
-def _from_chatml(record: SourceRecord, context: ImportContext, defaults: SpeechRequest) -> SpeechLine:
+def _from_chatml(record: SourceRecord, context: records.ImportContext, defaults: SpeechRequest) -> SpeechLine:
     """Make a line of the open words of the user; or of the last clip, if the sample holds its answer."""
-    sample = parse_conversation(record, context)
-    clips = [(clip, text) for clip, text, _ in transcribed_clips(sample)]
-    text = open_text(sample)
+    sample = conversations.parse_conversation(record, context)
+    clips = [(clip, text) for clip, text, _ in conversations.transcribed_clips(sample)]
+    text = conversations.open_text(sample)
     if not text and clips and sample.turns[-1].role == "assistant":
         text = clips.pop()[1] or sample.target_text
     if len(clips) == 1 and not clips[0][1]:
@@ -204,16 +195,6 @@ class SpokenLines:
 
 
 @dataclass(frozen=True, slots=True)
-class LineTakes:
-    """Choice of the best of several takes of every line."""
-
-    count: int
-    ranker: TakeRanker
-    keep_all: bool = False
-    """Write the other takes too."""
-
-
-@dataclass(frozen=True, slots=True)
 class LineSpeaker:
     """Speaker of lines into a folder. Files that exist for the same text, voice, settings and weights stay as they are.
     A line depends on its text and seed alone: lines with the same words, voice and seed sound the same."""
@@ -223,7 +204,12 @@ class LineSpeaker:
     """Adds the watermark and the origin, as the request asks."""
     out: Path
     suffix: str
-    takes: LineTakes | None
+    takes: int
+    """Takes of each line, of which the best is kept."""
+    ranker: TakeRanker | None
+    """Judge of several takes."""
+    keep_takes: bool
+    """Write the other takes too."""
 
     def speak(self, lines: Sequence[SpeechLine], batch_size: int, progress: ProgressCallback) -> SpokenLines:
         """Speak lines in batches. They are planned as the batch comes to them, so that the first of very many is spoken
@@ -235,24 +221,23 @@ class LineSpeaker:
             keys = [self._key(line.request, weights, recording_hash) for line in lines]
             new = [n for n, line in enumerate(lines) if not self._is_spoken(known.get(line.id), keys[n])]
             encoded = cache(engine.encode_reference)
-            count = self.takes.count if self.takes is not None else 1
             plans = (_plan(engine, lines[number], encoded) for number in new)
-            all_takes = (plan.take(take) for plan in plans for take in range(count))
+            all_takes = (plan.take(take) for plan in plans for take in range(self.takes))
             save_text(file, "".join(map(_json_line, known.values())))
             done = len(lines) - len(new)
             progress("speaking", done, len(lines))
             spoken: dict[int, dict[int, Speech]] = {}
             for place, speech in engine.speak_plans(all_takes, batch_size=batch_size):
-                number, take = new[place // count], place % count
+                number, take = new[place // self.takes], place % self.takes
                 spoken.setdefault(number, {})[take] = speech
-                if len(spoken[number]) < count:
+                if len(spoken[number]) < self.takes:
                     continue
                 own = spoken.pop(number)
-                row = self._write(lines[number], [own[take] for take in range(count)], keys[number])
-                with file.open("a", encoding="utf-8") as rows:
-                    rows.write(_json_line(row))
-                    rows.flush()
-                    os.fsync(rows.fileno())
+                row = self._write(lines[number], [own[take] for take in range(self.takes)], keys[number])
+                with file.open("a", encoding="utf-8") as opened:
+                    opened.write(_json_line(row))
+                    opened.flush()
+                    os.fsync(opened.fileno())
                 known[row["id"]] = row
                 done += 1
                 progress("speaking", done, len(lines))
@@ -274,7 +259,7 @@ class LineSpeaker:
         sampling = asdict(request.sampling(self.engine.family.sampling))
         parts = (weights(request.adapter, request.strength), SAMPLING_REVISION, sampling, request.text)
         settings = (request.language, self.engine.scene_of(request), voices)
-        chosen = (self.takes.count, self.takes.ranker.name) if self.takes is not None else ()
+        chosen = (self.takes, self.ranker.name) if self.ranker is not None else ()
         marked = (MARK_NAME,) if request.watermark else ()
         return bytes_hash(repr((*parts, *settings, *chosen, *marked)).encode())
 
@@ -282,7 +267,7 @@ class LineSpeaker:
         if row is None or row["key"] != key:
             return False
         files = [name for name in (row["file"], *row["references"]) if name]
-        if self.takes is not None and self.takes.keep_all:
+        if self.keep_takes:
             others = row.get("takes", ())[1:]
             if not all("file" in other for other in others):
                 return False
@@ -291,15 +276,15 @@ class LineSpeaker:
 
     def _write(self, line: SpeechLine, speeches: Sequence[Speech], key: str) -> dict[str, Any]:
         request, recordings, ranking = line.request, line.request.recordings, [dict[str, Any](take=1)]
-        if self.takes is not None:
-            ranking = [take.to_json() for take in self.takes.ranker.rank(request, speeches).takes]
+        if self.ranker is not None:
+            ranking = [take.to_json() for take in self.ranker.rank(request, speeches).takes]
         best = ranking[0]["take"]
         speech, count = self.mark(speeches[best - 1], request.take(best - 1)), len(recordings)
         references = [f"{line.name}+reference{f'-{n}' if count > 1 else ''}{self.suffix}" for n in range(count)]
         for recording, file in zip(recordings, references, strict=True):
             samples = read_reference(recording.file, speech.sample_rate, recording.span)
             write_audio(self.out / file, np.clip(samples, -1.0, 1.0), speech.sample_rate)
-        for other in ranking[1:] if self.takes is not None and self.takes.keep_all else ():
+        for other in ranking[1:] if self.keep_takes else ():
             take = other["take"]  # those that are not given out are ranked, and neither marked nor logged
             marked = self.mark(speeches[take - 1], request.take(take - 1))
             other["file"] = self._save(marked, f"{line.name}+take-{take}{self.suffix}")
@@ -315,7 +300,7 @@ class LineSpeaker:
             "references": references,
             "watermark": speech.origin.watermark or None if speech.origin is not None else None,
         }
-        return row | ({"takes": ranking} if self.takes is not None else {})
+        return row | ({"takes": ranking} if self.ranker is not None else {})
 
     def _save(self, speech: Speech, name: str) -> str:
         """Save a speech, and return the name of its file; empty if nothing was said."""

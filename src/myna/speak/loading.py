@@ -32,7 +32,7 @@ def load_engine(
     ref: ModelRef,
     *,
     codec: str | None = None,
-    device: str,
+    device: str = "auto",
     strength: float = 1.0,
     quantization: Quantization = "none",
     exact: bool = False,

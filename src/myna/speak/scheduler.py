@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -101,15 +100,6 @@ class BatchScheduler:
             generation._slot = self.decoder.adapters.acquire(adapter)
         self._waiting.append(generation)
         return generation
-
-    def run(self, generation: Generation) -> Iterator[int]:
-        """Advance until a generation is finished, yielding its number of whole frames whenever there are more."""
-        frames = 0
-        while not generation.finished:
-            self.advance()
-            if generation.frames > frames:
-                frames = generation.frames
-                yield frames
 
     def advance(self) -> bool:
         """Do one step. Return whether its results ended any generation."""

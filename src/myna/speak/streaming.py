@@ -9,15 +9,8 @@ import numpy as np
 
 from myna.audio.files import join_samples
 from myna.data.codec import Codec, Codes, PendingSamples, Samples
-from myna.models.codecs import (
-    FIRST_WINDOW,
-    MAX_WINDOW,
-    Window,
-    check_codes,
-    clip_first_window,
-    crop_window,
-    plan_windows,
-)
+from myna.models import codecs
+from myna.models.codecs import FIRST_WINDOW, MAX_WINDOW, Window
 
 
 class CodeStream:
@@ -27,7 +20,7 @@ class CodeStream:
 
     def __init__(self, codec: Codec, *, streamed: bool = True) -> None:
         self._codec = codec
-        self._first_window = FIRST_WINDOW if streamed else clip_first_window(codec)
+        self._first_window = FIRST_WINDOW if streamed else codecs.clip_first_window(codec)
         self._codes: Codes = np.zeros((0, codec.codebooks), np.uint16)
         self._start = 0
         """Number of the first frame in `_codes`."""
@@ -60,7 +53,7 @@ class CodeStream:
     def push(self, codes: Codes) -> None:
         """Add frames, shape (frames, codebooks)."""
         assert not self.ended, "the stream has ended"
-        check_codes(self._codec, codes)
+        codecs.check_codes(self._codec, codes)
         self._codes = np.concatenate([self._codes, codes])
 
     def end(self) -> None:
@@ -70,7 +63,7 @@ class CodeStream:
     def take_windows(self) -> list[tuple[Window, Codes]]:
         """Return the windows that can be decoded now, each with its codes and each only once."""
         reach = self._codec.decode_reach
-        windows = list(plan_windows(reach, self._done, self.frames, self.ended, self._first_window))
+        windows = list(codecs.plan_windows(reach, self._done, self.frames, self.ended, self._first_window))
         taken = [(window, self._codes[window.start - self._start : window.stop - self._start]) for window in windows]
         if windows:
             self._done = windows[-1].last
@@ -89,7 +82,7 @@ def decode_streams(codec: Codec, streams: Sequence[CodeStream]) -> PendingSample
     def fetch() -> list[Samples]:
         parts: list[list[Samples]] = [[] for _ in streams]
         for (number, window, _), samples in zip(taken, pending(), strict=True):
-            parts[number].append(crop_window(window, samples, codec.hop))
+            parts[number].append(codecs.crop_window(window, samples, codec.hop))
         return [join_samples(own) for own in parts]
 
     return fetch
@@ -97,9 +90,9 @@ def decode_streams(codec: Codec, streams: Sequence[CodeStream]) -> PendingSample
 
 def warm_up(codec: Codec, streams: int) -> None:
     """Let a codec compile, capture and probe what it needs for this many streams, before the first comes."""
-    clip_first_window(codec)
+    codecs.clip_first_window(codec)
     lengths = {
-        window.stop - window.start for window in plan_windows(codec.decode_reach, 0, 4 * MAX_WINDOW, ended=False)
+        window.stop - window.start for window in codecs.plan_windows(codec.decode_reach, 0, 4 * MAX_WINDOW, ended=False)
     }
     count = 1
     while count <= streams:

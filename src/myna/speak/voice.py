@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from myna.audio.files import AudioFileFormat, pcm16
-from myna.core.config import Quantization
 from myna.core.errors import SpeakError
 from myna.core.io import DEFAULT_SPEAKER_ENCODER
 from myna.core.progress import ProgressCallback, silent
@@ -20,8 +19,7 @@ from myna.provenance.watermark import MARK_NAME, watermark
 from myna.speak import SpeechOptions
 from myna.speak.batch import SpeechPlan
 from myna.speak.engine import Engine, Speech, SpeechStream
-from myna.speak.lines import LineSpeaker, LineTakes, SpokenLines, open_lines
-from myna.speak.loading import load_engine
+from myna.speak.lines import LineSpeaker, SpokenLines, open_lines
 from myna.speak.request import SpeechRequest, speech_request
 
 if TYPE_CHECKING:
@@ -45,26 +43,11 @@ class Voice:
     All speech has a watermark and is logged; `watermark=False` leaves out the mark, and the log says so."""
 
     def __init__(
-        self, engine: Engine, origin: SpeechOrigin | None = None, *, adapter: str = "", strength: float = 1.0
+        self, engine: Engine, ref: ModelRef | None = None, *, adapter: str = "", strength: float = 1.0
     ) -> None:
-        self.engine, self._known_origin = engine, origin
-        self._adapter, self._strength = adapter, strength
+        self.engine, self._adapter, self._strength = engine, adapter, strength
+        self._known_origin = model_origin(ref) if ref is not None else None
         self._rankers: dict[tuple[str | None, str], TakeRanker] = {}
-
-    @classmethod
-    def open(
-        cls,
-        ref: ModelRef,
-        *,
-        codec: str | None = None,
-        device: str = "auto",
-        strength: float = 1.0,
-        quantization: Quantization = "none",
-        exact: bool = False,
-    ) -> Voice:
-        """Load the voice of a run, an adapter or a model."""
-        engine = load_engine(ref, codec=codec, device=device, strength=strength, quantization=quantization, exact=exact)
-        return cls(engine, model_origin(ref))
 
     @property
     def sample_rate(self) -> int:
@@ -80,8 +63,8 @@ class Voice:
         the model, and so do further ones; `strength` scales the LoRA. `unload_adapter` frees its place."""
         name = name or Path(source).name
         self.engine.load_adapter(name, source)
-        origin = model_origin(ModelRef.find_trained(source, self.engine.family.source))
-        return Voice(self.engine, origin, adapter=name, strength=strength)
+        ref = ModelRef.find_trained(source, self.engine.family.source)
+        return Voice(self.engine, ref, adapter=name, strength=strength)
 
     def unload_adapter(self) -> None:
         """Unload the adapter of this voice."""
@@ -157,13 +140,11 @@ class Voice:
         defaults.check_settings()
         check_marks(with_watermark=defaults.watermark)
         lines = open_lines(Path(file), Path(out), defaults, suffix=suffix, force=force)
-        choice = None
-        if takes > 1:
-            ranker = self._ranker(asr, speaker_encoder)
+        ranker = self._ranker(asr, speaker_encoder) if takes > 1 else None
+        if ranker is not None:
             for count in {len(line.request.references) for line in lines}:
                 ranker.check(count)
-            choice = LineTakes(takes, ranker, keep_takes)
-        speaker = LineSpeaker(self.engine, self._mark, Path(out), suffix, choice)
+        speaker = LineSpeaker(self.engine, self._mark, Path(out), suffix, takes, ranker, keep_takes and takes > 1)
         return speaker.speak(lines, batch_size, progress)
 
     def _request(self, text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
