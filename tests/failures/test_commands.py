@@ -206,7 +206,7 @@ def full_disk(room: int = 4096) -> Iterator[None]:
 def test_the_output_is_checked_before_speech_is_generated(
     monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], speak: list[object], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(myna.Voice, "open", lambda **_: pytest.fail("a model was opened"))
+    monkeypatch.setattr("myna.speak.loading.load_engine", lambda *_, **__: pytest.fail("a model was opened"))
     (tmp_path / "folder.wav").mkdir()
     (tmp_path / "file").touch()
     assert "folder.wav is a folder" in refused(*speak, "--out", "folder.wav")
@@ -259,7 +259,7 @@ def test_no_command_ends_in_a_traceback_where_nothing_can_be_written(
 def test_a_silent_or_cut_reference_is_refused_before_a_model_is_opened(
     monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], speak: list[object], reference: Path
 ) -> None:
-    monkeypatch.setattr(myna.Voice, "open", lambda **_: pytest.fail("a model was opened"))
+    monkeypatch.setattr("myna.speak.loading.load_engine", lambda *_, **__: pytest.fail("a model was opened"))
     words = [*speak, "--out", "out.wav", "--reference", reference, "--reference-text", "who"]
     write_audio(reference, tone_speech("a longer line", 320.0), SAMPLE_RATE)
     whole = reference.read_bytes()
@@ -318,7 +318,7 @@ def test_tags_that_do_not_fit_the_references_are_named(
     named: str,
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(myna.Voice, "open", lambda **_: pytest.fail("a model was opened"))
+        patched.setattr("myna.speak.loading.load_engine", lambda *_, **__: pytest.fail("a model was opened"))
         recordings = [workspace / "recordings" / speaker / "who.wav" for speaker in ("robin", "heron")][:count]
         voices = [word for path in recordings for word in ("--reference", path, "--reference-text", "who")]
         assert named in refused("speak", text, *speak[2:], "--out", "out.wav", *voices)
@@ -454,7 +454,7 @@ def test_a_run_speaks_in_the_scene_it_was_trained_in(
     original = Engine.plan
 
     def recorded(self: Engine, request: SpeechRequest, *rest: Any, **options: Any) -> Any:
-        scenes.append(self.scene_of(request))
+        scenes.append(str(self.resolve(request).scene))
         return original(self, request, *rest, **options)
 
     monkeypatch.setattr(Engine, "plan", recorded)

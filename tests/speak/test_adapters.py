@@ -29,6 +29,7 @@ from myna.speak.request import SpeechRequest
 from myna.speak.scheduler import BatchScheduler
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_seconds": 0.8}
+LONG = " ".join(f"Sentence number {number} is here to be spoken slowly." for number in range(12))
 SAMPLED: dict[str, Any] = {"seed": 3, "max_seconds": 0.8}
 RANKS = {"first": 4, "second": 16, "third": 20}
 """Make adapters, of which the last does not fit the slots that the first makes."""
@@ -141,6 +142,24 @@ def test_an_adapter_is_loaded_and_unloaded_while_others_speak(engine: Engine, ad
     samples += list(stream)
     assert np.array_equal(np.concatenate(samples), alone.samples)
     assert engine.adapters == ("second", "third", "fourth")
+
+
+def test_a_long_text_goes_on_when_its_adapter_is_unloaded(
+    engine: Engine, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All segments keep the adapter, its scene and the place of its references."""
+    trained = engine._adapters["first"].model_copy(update={"scene": "A quiet room.", "reference_placement": "system"})
+    monkeypatch.setitem(engine._adapters, "first", trained)
+    request = SpeechRequest(LONG, adapter="first", **GREEDY)
+    plan = engine.plan(request)
+    [(_, alone)] = engine.speak_plans([plan])
+    stream = engine.stream(request, split=True)
+    samples = [next(stream)]
+    engine.unload_adapter("first")
+    engine.load_adapter("fourth", adapters["second"])
+    samples += list(stream)
+    assert len(plan.segments) > 2 and np.array_equal(np.concatenate(samples), alone.samples)
+    assert plan.request.scene == "A quiet room." and plan.request.reference_placement == "system"
 
 
 def test_slots_are_used_again(model: Path, adapters: dict[str, Path]) -> None:

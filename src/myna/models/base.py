@@ -448,8 +448,9 @@ class AdapterSlots(Protocol):
     def unload(self, name: str) -> None:
         """Remove a name. Requests that use the adapter go on with it."""
 
-    def acquire(self, name: str) -> int:
-        """Return the slot of an adapter, and keep it for a request until it is released."""
+    def acquire(self, adapter: str | int) -> int:
+        """Return the slot of an adapter, and keep it for a request until it is released. A slot in use may be acquired
+        again, even if its adapter has no name any more."""
 
     def release(self, slot: int) -> None: ...
 

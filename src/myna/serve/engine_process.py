@@ -290,14 +290,14 @@ class SpeechWorker:
         references = tuple(
             Reference(normalise_text(one.text), clip) for one, clip in zip(request.references, clips, strict=True)
         )
-        plan = engine.plan(replace(request, references=references))
+        plan = engine.plan(replace(request, references=references), positions=self._batch.positions)
         context = self._sessions.get(request.session, [])
         # As between the segments of a long text: with a reference, the one before is enough, and what does not fit is
         # left out.
         for earlier in (context[-1:] if references else context, context[-1:]):
             if earlier and sum(len(codes) for _, codes in earlier) <= MAX_CONTEXT_SECONDS * engine.codec.frame_rate:
-                prompt = engine.render(request, references, plan.segments[0], tuple(earlier))
-                if self._batch.fits(prompt, plan.max_frames[0]):
+                prompt = engine.render(plan.request, references, plan.segments[0], tuple(earlier))
+                if self._batch.fits(prompt, plan.least_frames[0]):
                     return replace(plan, prompt=prompt)
         return plan
 

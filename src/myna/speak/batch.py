@@ -67,6 +67,8 @@ class SpeechPlan:
     """Complete settings: those of the request, else those of the model."""
     segments: tuple[str, ...]
     max_frames: tuple[int, ...]
+    least_frames: tuple[int, ...]
+    """Frames that each segment must have room for. Earlier segments are left out of its prompt if they take it."""
     prompt: RenderedSequence
     """Prompt of the first segment. Takes of one request share it, and its prefill."""
     max_positions: int
@@ -112,6 +114,8 @@ class RunningRequest:
         speed = plan.request.speed
         self._tempo = TempoFilter(speed, engine.codec.sample_rate) if streamed and speed != 1.0 else None
         self._scheduler: BatchScheduler | None = None
+        self._adapter: str | int = plan.request.adapter
+        """Name of its adapter, then its slot."""
         self._finished: list[Codes] = []
         self._context: list[SpokenSegment] = []
         """The first segment that succeeded, and the last."""
@@ -222,17 +226,19 @@ class RunningRequest:
         assert self._scheduler is not None
         number, plan = len(self._finished), self.plan
         sampling = request_sampling(plan.sampling, f"{prompt.id}/{number}" if number else prompt.id)
-        request = plan.request
-        return self._scheduler.submit(prompt, sampling, plan.max_frames[number], request.adapter, request.strength)
+        frames = max(min(plan.max_frames[number], self._scheduler.room(prompt)), plan.least_frames[number])
+        generation = self._scheduler.submit(prompt, sampling, frames, self._adapter, plan.request.strength)
+        self._adapter = generation.slot  # from now on, whatever becomes of the name
+        return generation
 
     def _next_prompt(self) -> RenderedSequence:
         assert self._scheduler is not None
         number, plan = len(self._finished), self.plan
         context = tuple(self._context[-1:] if plan.references else self._context)
-        decoder, limit = self._scheduler.decoder, MAX_CONTEXT_SECONDS * self._codec.frame_rate
+        limit = MAX_CONTEXT_SECONDS * self._codec.frame_rate
         while True:
             prompt = self._engine.render(plan.request, plan.references, plan.segments[number], context)
-            fits = decoder.positions(prompt, plan.max_frames[number]) <= decoder.max_positions
+            fits = self._scheduler.room(prompt) >= plan.least_frames[number]
             if not context or (fits and sum(len(codes) for _, codes in context) <= limit):
                 return prompt
             context = context[1:]
@@ -302,9 +308,9 @@ class SpeechBatch:
         """Number of requests that wait for a slot."""
         return len(self._queue)
 
-    def fits(self, prompt: RenderedSequence, max_frames: int) -> bool:
+    def fits(self, prompt: RenderedSequence, frames: int) -> bool:
         """Return whether a prompt and its frames find room in a slot."""
-        return self.scheduler.decoder.positions(prompt, max_frames) <= self.positions
+        return self.scheduler.room(prompt) >= frames
 
     def warm_up(self) -> None:
         """Let model and codec compile, capture and probe what they need."""

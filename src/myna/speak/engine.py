@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
+import math
+import operator
 import os
 import time
 import warnings
@@ -45,6 +47,10 @@ MAX_ADAPTERS = 32
 """Number of adapters that an engine holds at the same time."""
 EXACT_POSITIONS = 2048
 """Number of positions of an exact batch, for any requests."""
+LEAST_FACTOR = 2.0
+"""Factor of the estimate that a segment must at least have room for. A voice that is slower would be cut."""
+SHORTEST_SPLIT_SECONDS = 4.0
+"""Estimated seconds of segments below which splitting a text again would not help it to fit."""
 POSITION_BLOCK = 256
 """Size in positions of which caches are multiples, so that a slightly longer request fits too."""
 
@@ -159,12 +165,19 @@ class Engine:
         self._adapters[name], self._adapter_hashes[name] = metadata, files_hash
         return effect
 
-    def scene_of(self, request: SpeechRequest) -> str:
-        """Return the scene of a request: its own, else the most frequent one in the training of its adapter or
-        model."""
-        if request.scene is not None:
-            return request.scene
-        return self._adapters[request.adapter].scene if request.adapter in self._adapters else self.scene
+    def resolve(self, request: SpeechRequest) -> SpeechRequest:
+        """Return a request with scene and placement of references, if it has none those of the training of its adapter
+        or of the model. It keeps them when the adapter is unloaded."""
+        if request.scene is not None and request.reference_placement is not None:
+            return request
+        known = self._adapters.get(request.adapter)
+        if request.adapter and known is None:
+            hint = f"loaded: {', '.join(self._adapters) or 'none'}"
+            raise SpeakError(f"there is no adapter {request.adapter}", hint=hint)
+        trained = self if known is None else known
+        scene = trained.scene if request.scene is None else request.scene
+        placement = request.reference_placement or trained.reference_placement
+        return replace(request, scene=scene, reference_placement=placement)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. Requests that speak with it continue."""
@@ -215,35 +228,74 @@ class Engine:
         plans = [self.plan(request, split=False) for request in requests]
         return [speech for _, speech in sorted(self.speak_plans(plans, on_frame), key=lambda spoken: spoken[0])]
 
-    def plan(self, request: SpeechRequest, *, split: bool = True) -> SpeechPlan:
+    def plan(self, request: SpeechRequest, *, split: bool = True, positions: int | None = None) -> SpeechPlan:
         """Plan how a request will be spoken: encode its references, and split its text.
 
         A text of more than 30 s, by estimate, is split into segments, unless it has tags of several speakers.
         `max_seconds` caps each of them, and so does a budget by the length of its text. With `split` off it is one
-        segment, capped by `max_seconds` alone.
+        segment, capped by `max_seconds` alone. Where slots have no more than `positions`, a text is split further until
+        each segment fits with its references; if none does, it is refused before anything is spoken.
         """
+        request = self.resolve(request)
         request.check_settings()
         references = tuple(
             one if isinstance(one, Reference) else self.encode_reference(one) for one in request.references
         )
-        sampling = request.sampling(self.family.sampling)
         text, frame_rate = normalise_text(request.text), self.codec.frame_rate
+        pace = max((voice_pace(one.text, len(one.clip.codes) / frame_rate) for one in references), default=1.0)
+        room = positions or (EXACT_POSITIONS if self.exact else math.inf)
+        can_split, longest = split and not SPEAKER_TAG.search(text), MAX_SEGMENT_SECONDS
+        segments = [text]
+        if can_split and estimate_seconds(text, pace) > longest:
+            segments = split_long_text(request.text, request.language, pace)
+        plan, needed = self._lay_out(request, references, segments, pace if split else None)
+        while needed > room and can_split and longest > SHORTEST_SPLIT_SECONDS:
+            longest /= 2
+            segments = split_long_text(request.text, request.language, pace, longest)
+            plan, needed = self._lay_out(request, references, segments, pace)
+        if needed > room:
+            seconds = sum(len(one.clip.codes) for one in references) / frame_rate
+            given = f"with {seconds:.1f} s of references, " if references else ""
+            raise SpeakError(
+                f"{given}the text takes at least {needed} positions, and there are {room}",
+                hint="use a shorter reference or text, a lower limit of seconds, or serve with more --positions",
+            )
+        return replace(plan, max_positions=int(min(plan.max_positions, room)))
+
+    def _lay_out(
+        self, request: SpeechRequest, references: tuple[Reference, ...], segments: Sequence[str], pace: float | None
+    ) -> tuple[SpeechPlan, int]:
+        """Return the plan of these segments, and the positions that it needs. Without a pace frames are capped by
+        `max_seconds` alone."""
+        sampling, frame_rate = request.sampling(self.family.sampling), self.codec.frame_rate
         cap = max(1, int(sampling.max_seconds * frame_rate))
-        segments, budgets = [text], tuple[int, ...]((cap,))
-        if split:
-            pace = max((voice_pace(one.text, len(one.clip.codes) / frame_rate) for one in references), default=1.0)
-            if estimate_seconds(text, pace) > MAX_SEGMENT_SECONDS and not SPEAKER_TAG.search(text):
-                segments = [segment.strip() for segment in split_long_text(request.text, request.language, pace)]
-            budgets = tuple(min(cap, frame_budget(segment, frame_rate, pace)) for segment in segments)
-        prompt = self.render(request, references, segments[0])
-        if len(segments) == 1:
-            positions = len(prompt) + cap + SPARE_POSITIONS
-            return SpeechPlan(request, references, sampling, (text,), budgets, prompt, positions)
-        # Prompts are not known before the codes in them are. Each has the references, its text, and up to two more.
-        lengths = [len(self.render(request, (), segment)) for segment in segments]
-        context = 2 * max(lengths) + int(MAX_CONTEXT_SECONDS * frame_rate) + 3 * SPARE_POSITIONS
-        positions = len(prompt) - lengths[0] + max(lengths) + context + max(budgets)
-        return SpeechPlan(request, references, sampling, tuple(segments), budgets, prompt, positions)
+        texts = tuple(segment.strip() for segment in segments)
+        budgets = tuple(min(cap, frame_budget(one, frame_rate, pace)) if pace is not None else cap for one in texts)
+        least = tuple(
+            min(budget, frame_budget(one, frame_rate, pace or 1.0, LEAST_FACTOR))
+            for one, budget in zip(texts, budgets, strict=True)
+        )
+        prompt = self.render(request, references, texts[0])
+        if len(texts) == 1:
+            needed, positions = len(prompt) + least[0] + SPARE_POSITIONS, len(prompt) + cap + SPARE_POSITIONS
+        else:
+            # Prompts are not known before the codes in them are. Each has the references, its text, and up to two more.
+            lengths = [len(self.render(request, (), segment)) for segment in texts]
+            before = len(prompt) - lengths[0]
+            context = 2 * max(lengths) + int(MAX_CONTEXT_SECONDS * frame_rate) + 3 * SPARE_POSITIONS
+            needed = before + max(map(operator.add, lengths, least)) + SPARE_POSITIONS
+            positions = before + max(lengths) + context + max(budgets)
+        plan = SpeechPlan(
+            request,
+            references,
+            sampling,
+            segments=texts,
+            max_frames=budgets,
+            least_frames=least,
+            prompt=prompt,
+            max_positions=positions,
+        )
+        return plan, needed
 
     def speak_plans(
         self,
@@ -363,16 +415,13 @@ class Engine:
         text = normalise_text(text)
         if not text:
             raise SpeakError(f"{request.name or 'the request'} has no text to speak", hint="give some words")
-        known = self._adapters.get(request.adapter)
-        if request.adapter and known is None:
-            hint = f"loaded: {', '.join(self._adapters) or 'none'}"
-            raise SpeakError(f"there is no adapter {request.adapter}", hint=hint)
+        request = self.resolve(request)
         opened = speech_conversation(
             text,
             id=request.name,
             references=references,
-            scene=self.scene_of(request),
-            reference_placement=self.reference_placement if known is None else known.reference_placement,
+            scene=request.scene or "",
+            reference_placement=request.reference_placement or self.reference_placement,
         )
         clips = [(said, AudioClip(f"segment {number}", codes)) for number, (said, codes) in enumerate(context)]
         earlier = [turn for said, clip in clips for turn in (Turn("user", (said,)), Turn("assistant", (clip,)))]

@@ -258,7 +258,7 @@ class LineSpeaker:
         ]
         sampling = asdict(request.sampling(self.engine.family.sampling))
         parts = (weights(request.adapter, request.strength), SAMPLING_REVISION, sampling, request.text)
-        settings = (request.language, self.engine.scene_of(request), voices)
+        settings = (request.language, self.engine.resolve(request).scene, voices)
         chosen = (self.takes, self.ranker.name) if self.ranker is not None else ()
         marked = (MARK_NAME,) if request.watermark else ()
         return bytes_hash(repr((*parts, *settings, *chosen, *marked)).encode())

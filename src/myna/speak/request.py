@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from myna.audio.files import Samples, check_not_silent, probe, read_audio
 from myna.audio.reference import CheckedReference, check_reference
 from myna.core.errors import SpeakError
-from myna.data.conversation import Reference
+from myna.data.conversation import Reference, ReferencePlacement
 from myna.data.manifest import SPEAKER_TAG, Span
 from myna.speak import SpeechOptions
 from myna.text.normalization import normalise_text
@@ -63,6 +63,8 @@ class SpeechRequest:
     id: str = ""
     """Name of the random stream; if empty, the text. Equal names, texts, voices and seeds give equal speech."""
     scene: str | None = None
+    reference_placement: ReferencePlacement | None = None
+    """Place of the references in the prompt."""
     language: str = ""
     """Language of a long text, such as en or de: helps to find its sentences."""
     temperature: float | None = None

@@ -26,15 +26,14 @@ class Generation:
     sampling: Sampling
     max_frames: int
     _decoder: SpeechDecoder
-    adapter: str = ""
+    slot: int = -1
+    """Place of its adapter among the loaded ones; -1 for none."""
     strength: float = 1.0
     finish_reason: FinishReason | None = None
     error: SpeakError | None = None
     """Reason why it was cancelled, where that was not asked for."""
     held: bool = False
     """Whether steps may leave it out, since its listener has enough to hear."""
-    _slot: int = -1
-    """Place of its adapter among the loaded ones; -1 for none."""
     _delayed: list[npt.NDArray[np.int64]] = field(default_factory=list)
     _log_probs: list[npt.NDArray[np.float32]] = field(default_factory=list)
     _positions: int = 0
@@ -83,21 +82,31 @@ class BatchScheduler:
     def busy(self) -> bool:
         return bool(self._waiting or self._rows or self._pending)
 
+    def room(self, prompt: RenderedSequence) -> int:
+        """Return the number of frames that fit a slot after a prompt."""
+        return self.decoder.max_positions - self.decoder.positions(prompt, 0)
+
     def submit(
-        self, prompt: RenderedSequence, sampling: Sampling, max_frames: int, adapter: str = "", strength: float = 1.0
+        self,
+        prompt: RenderedSequence,
+        sampling: Sampling,
+        max_frames: int,
+        adapter: str | int = "",
+        strength: float = 1.0,
     ) -> Generation:
-        """Queue a generation, with a loaded adapter or with none."""
+        """Queue a generation, with a loaded adapter, the slot of one that is in use, or with none."""
         needed = self.decoder.positions(prompt, max_frames)
         if needed > self.decoder.max_positions:
             raise SpeakError(
                 f"{prompt.id} needs {needed} positions, the batch has {self.decoder.max_positions}",
                 hint="use a shorter reference or text, or a lower limit of seconds",
             )
-        generation = Generation(prompt, sampling, max_frames, self.decoder, adapter, strength)
-        if adapter:
+        slot = -1
+        if adapter not in ("", -1):
             if self.decoder.adapters is None:
                 raise SpeakError(f"there is no adapter {adapter}", hint="load it first")
-            generation._slot = self.decoder.adapters.acquire(adapter)
+            slot = self.decoder.adapters.acquire(adapter)
+        generation = Generation(prompt, sampling, max_frames, self.decoder, slot, strength)
         self._waiting.append(generation)
         return generation
 
@@ -153,7 +162,7 @@ class BatchScheduler:
     def _let_in(self) -> None:
         while self._waiting and len(self._rows) < self.decoder.rows:
             generation = self._waiting.popleft()
-            row, prompt, voice = len(self._rows), generation.prompt, (generation._slot, generation.strength)
+            row, prompt, voice = len(self._rows), generation.prompt, (generation.slot, generation.strength)
             # In front of those that are held, which it need not change places with then.
             held = next((i for i, other in enumerate(self._rows) if other.held), row)
             if held < row:
@@ -162,11 +171,11 @@ class BatchScheduler:
                 self.decoder.end(held)
                 self._rows.append(moved)
                 row = held
-            if generation._slot >= 0:
+            if generation.slot >= 0:
                 self.decoder.use_adapter(row, *voice)
             # Another take of a prompt whose keys and values are still here.
             takes = (i for i, other in enumerate(self._rows) if other.prompt is prompt and i != row)
-            source = next((i for i in takes if (self._rows[i]._slot, self._rows[i].strength) == voice), None)
+            source = next((i for i in takes if (self._rows[i].slot, self._rows[i].strength) == voice), None)
             if source is None:
                 self.decoder.prefill(row, prompt)
             else:
@@ -175,8 +184,8 @@ class BatchScheduler:
             self._rows[row : row + 1] = [generation]
 
     def _release(self, generation: Generation) -> None:
-        if generation._slot >= 0 and self.decoder.adapters is not None:
-            self.decoder.adapters.release(generation._slot)
+        if generation.slot >= 0 and self.decoder.adapters is not None:
+            self.decoder.adapters.release(generation.slot)
 
     def _read(self) -> bool:
         step, generations = self._pending.popleft()

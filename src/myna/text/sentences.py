@@ -82,9 +82,9 @@ def voice_pace(reference_text: str, seconds: float) -> float:
     return min(max(seconds / estimate, PACE_RANGE[0]), PACE_RANGE[1]) if estimate else 1.0
 
 
-def frame_budget(text: str, frame_rate: float, pace: float = 1.0) -> int:
+def frame_budget(text: str, frame_rate: float, pace: float = 1.0, factor: float = BUDGET_FACTOR) -> int:
     """Return the number of frames after which the speech of a text has run away, and is ended."""
-    return math.ceil((BUDGET_FACTOR * estimate_seconds(text, pace) + BUDGET_SECONDS) * frame_rate)
+    return math.ceil((factor * estimate_seconds(text, pace) + BUDGET_SECONDS) * frame_rate)
 
 
 def split_long_text(

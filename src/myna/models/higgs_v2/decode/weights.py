@@ -283,8 +283,8 @@ class HiggsAdapterSlots:
         self._require(name)
         del self._names[name]  # requests that use it go on, and its slot is free when they have ended
 
-    def acquire(self, name: str) -> int:
-        slot = self._require(name)
+    def acquire(self, adapter: str | int) -> int:
+        slot = self._require(adapter) if isinstance(adapter, str) else adapter
         self._uses[slot] += 1
         return slot
 
