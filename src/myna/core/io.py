@@ -1,5 +1,6 @@
 """Files: written complete or not at all, never over foreign data; locks, hashes, and the folders of the user."""
 
+import difflib
 import errno
 import glob
 import hashlib
@@ -252,6 +253,17 @@ def file_hash(path: Path) -> str:
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def similar_path(path: Path) -> Path | None:
+    """Return the existing path that is most like one that does not exist, for "did you mean"."""
+    with suppress(OSError):
+        folder = path.parent if path.parent.is_dir() else similar_path(path.parent)
+        if folder is not None:
+            names = [one.name for one in folder.iterdir()]
+            found = [path.name] if path.name in names else difflib.get_close_matches(path.name, names, n=1)
+            return folder / found[0] if found else None
+    return None
 
 
 def is_file(path: Path) -> bool:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from myna.core.config import Quantization, Recipe, Settings
 from myna.core.errors import CheckpointError, ModelError
+from myna.core.io import similar_path
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,10 +51,11 @@ def resolve_checkpoint(source: str, revision: str | None) -> Path:
         return folder
     if folder.exists():
         raise ModelError(f"{source} is a file, not the folder of a model", hint=f"give its folder: {folder.parent}")
+    similar = similar_path(folder)
     if source.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        otherwise = "give the path of a folder that holds config.json, or a hub name such as owner/name"
         raise ModelError(
-            f"there is no model folder {source}",
-            hint="give the path of a folder that holds config.json, or a hub name such as owner/name",
+            f"there is no model folder {source}", hint=f"did you mean {similar}?" if similar is not None else otherwise
         )
     from huggingface_hub import snapshot_download
 
@@ -64,8 +66,10 @@ def resolve_checkpoint(source: str, revision: str | None) -> Path:
         at = f" at revision {revision}" if revision else ""
         raise ModelError(
             f"{source}{at} is no folder here, and the hub did not give it: {error_summary(error)}",
-            hint=f"check the name and the network, or fetch it elsewhere with `hf download {source}` "
-            "and give the path of that folder",
+            hint=f"did you mean {similar}?"
+            if similar is not None
+            else f"check the name and the network, or fetch it elsewhere with `hf download {source}` and give the path "
+            "of that folder",
         ) from error
 
 

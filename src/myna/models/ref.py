@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
 from myna.core.errors import ModelError, MynaError, SpeakError
-from myna.core.io import file_sha256
+from myna.core.io import file_sha256, similar_path
 from myna.core.run_folder import RunFolder
 from myna.models import find_checkpoint, open_family
 from myna.models.files import WeightsMetadata, adapter_base, find_adapter, is_adapter, read_metadata
@@ -57,10 +57,9 @@ class ModelRef:
         """Resolve a run or an adapter; anything else is an error."""
         folder = Path(source).expanduser()
         if not folder.exists() and len(folder.parts) != 2:  # OWNER/NAME may be on the hub
-            raise SpeakError(
-                f"there is no run {source}",
-                hint="--run takes what `myna train` made, or an adapter: a folder, or OWNER/NAME",
-            )
+            similar, takes = similar_path(folder), "--run takes what `myna train` made, or an adapter"
+            hint = f"did you mean {similar}?" if similar is not None else f"{takes}: a folder, or OWNER/NAME"
+            raise SpeakError(f"there is no run {source}", hint=hint)
         return cls.find(source, base).require_trained()
 
     @classmethod
