@@ -258,7 +258,7 @@ def test_a_format_we_do_not_have_and_a_source_that_is_gone(tmp_path: Path) -> No
 
 
 def test_descriptions_are_one_line() -> None:
-    assert all(importer.description and "\n" not in importer.description for importer in FORMATS.values())
+    assert all(importer.read.__doc__ for importer in FORMATS.values())
 
 
 def test_our_own_manifest_is_not_a_conversation(tmp_path: Path, clips: list[Path]) -> None:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -219,20 +220,20 @@ def apply_corrections(table: pa.Table, corrections: Sequence[Correction], notify
 
     Call it before the decision. A correction of a clip that no longer exists has no effect, with a note.
     """
-    rows = _RowIndex(table, corrections)
+    rows = _row_numbers(table, corrections)
     for correction in corrections:
         if (clip := getattr(correction, "clip", None)) is not None and clip not in rows:
             notify(f"there is no clip {clip} any more: its correction ({correction.action}) has no effect")
     texts = {rows[c.clip]: c.text for c in corrections if isinstance(c, TextCorrection) and c.clip in rows}
     table = _set_texts(table, texts)
     table = _set_speakers(table, corrections, rows, notify)
-    moves = [(rows[c.clip], c.start_ms, c.end_ms) for c in corrections if isinstance(c, EdgeMove) and c.clip in rows]
+    moves = [(rows[c.clip], (c.start_ms, c.end_ms)) for c in corrections if isinstance(c, EdgeMove) and c.clip in rows]
     return move_edges(table, moves, notify) if moves else table
 
 
 def apply_hand_decisions(table: pa.Table, corrections: Sequence[Correction]) -> pa.Table:
     """Apply exclusions and inclusions by hand to a decided table. Call it after the decision."""
-    rows = _RowIndex(table, corrections)
+    rows = _row_numbers(table, corrections)
     decisions = [c for c in corrections if isinstance(c, ClipDrop | ClipRestore) and c.clip in rows]
     keep = {rows[c.clip]: isinstance(c, ClipRestore) for c in decisions}
     if not keep:
@@ -267,7 +268,7 @@ def check_correction(table: pa.Table, corrections: Sequence[Correction], correct
             raise DataError(f"{correction.speaker} is one speaker already", hint="name two: --speaker A=B")
         return
     assert not isinstance(correction, TornLine)
-    rows = _RowIndex(table, [correction])
+    rows = _row_numbers(table, [correction])
     if correction.clip not in rows:
         raise DataError(f"there is no clip {correction.clip}", hint=f"the ids are in {TABLE_FILE} and on the X-ray")
     row = table.slice(rows[correction.clip], 1)
@@ -279,22 +280,18 @@ def check_correction(table: pa.Table, corrections: Sequence[Correction], correct
         raise DataError(f"{correction.clip} has no text", hint="give it one first: --text")
     if isinstance(correction, EdgeMove):
         problems: list[str] = []
-        move_edges(table, [(rows[correction.clip], correction.start_ms, correction.end_ms)], problems.append)
+        move_edges(table, [(rows[correction.clip], (correction.start_ms, correction.end_ms))], problems.append)
         if problems:
             raise DataError(problems[0], hint="the times of the clips around it are on the X-ray's timeline")
 
 
-class _RowIndex(dict[str, int]):
-    """Row numbers of the clips that corrections name."""
-
-    def __init__(self, table: pa.Table, corrections: Iterable[Correction]) -> None:
-        import pyarrow.compute as pc
-
-        fields = (getattr(c, name, ()) for c in corrections for name in ("clips", "into_clips"))
-        named = {c.clip for c in corrections if not isinstance(c, SpeakerMerge | TornLine)}
-        clips = sorted(named.union(*fields))
-        found = pc.index_in(pa.array(clips, pa.string()), value_set=table["id"].combine_chunks()).to_pylist()
-        super().__init__((clip, row) for clip, row in zip(clips, found, strict=True) if row is not None)
+def _row_numbers(table: pa.Table, corrections: Iterable[Correction]) -> dict[str, int]:
+    """Return the rows of the clips that corrections name."""
+    fields = (getattr(c, name, ()) for c in corrections for name in ("clips", "into_clips"))
+    named = {c.clip for c in corrections if not isinstance(c, SpeakerMerge | TornLine)}
+    clips = sorted(named.union(*fields))
+    found = pc.index_in(pa.array(clips, pa.string()), value_set=table["id"].combine_chunks()).to_pylist()
+    return {clip: row for clip, row in zip(clips, found, strict=True) if row is not None}
 
 
 def _strings(table: pa.Table, name: str) -> npt.NDArray[np.object_]:
@@ -318,7 +315,7 @@ def _set_texts(table: pa.Table, texts: dict[int, str]) -> pa.Table:
     return set_columns(table, columns)
 
 
-def _set_speakers(table: pa.Table, corrections: Sequence[Correction], rows: _RowIndex, notify: Notify) -> pa.Table:
+def _set_speakers(table: pa.Table, corrections: Sequence[Correction], rows: dict[str, int], notify: Notify) -> pa.Table:
     changes = [c for c in corrections if isinstance(c, SpeakerMerge | SpeakerCorrection)]
     if not changes:
         return table
@@ -419,20 +416,16 @@ def correct_utterances(
     utterances: Iterable[Utterance], corrections: Sequence[Correction], *, keep_dropped: bool = False
 ) -> list[Utterance]:
     """Apply corrections to the utterances of a manifest, and drop those that are excluded."""
-    by_clip: dict[str, list[tuple[int, Correction]]] = {}
-    for pair in enumerate(corrections):
-        by_clip.setdefault(getattr(pair[1], "clip", ""), []).append(pair)
-    merges = by_clip.pop("", [])
-    corrected = []
-    for utterance in utterances:
-        is_kept = True
-        for _, correction in sorted([*by_clip.get(utterance.id, []), *merges], key=lambda pair: pair[0]):
-            if isinstance(correction, ClipDrop | ClipRestore):
-                is_kept = isinstance(correction, ClipRestore)
-            utterance = _corrected(utterance, correction)
-        if is_kept or keep_dropped:
-            corrected.append(utterance)
-    return corrected
+    by_id, dropped = {utterance.id: utterance for utterance in utterances}, set[str]()
+    for correction in corrections:
+        for id in by_id if isinstance(correction, SpeakerMerge) else [getattr(correction, "clip", "")]:
+            if id in by_id:
+                by_id[id] = _corrected(by_id[id], correction)
+        if isinstance(correction, ClipDrop):
+            dropped.add(correction.clip)
+        elif isinstance(correction, ClipRestore):
+            dropped.discard(correction.clip)
+    return [utterance for id, utterance in by_id.items() if keep_dropped or id not in dropped]
 
 
 def _corrected(utterance: Utterance, correction: Correction) -> Utterance:

@@ -6,7 +6,7 @@ decision. Rows are sorted by recording and start.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -97,85 +97,72 @@ def set_columns(table: pa.Table, columns: Mapping[str, Any]) -> pa.Table:
 
 # Edges of clips
 
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    row: int
-    start: int
-    end: int
-    is_gap: bool
-    new_id: str = ""
+EdgeTimes = tuple[int | None, int | None]
+"""Start and end of a clip in milliseconds; None leaves an edge."""
 
 
-def move_edges(
-    table: pa.Table, moves: Sequence[tuple[int, int | None, int | None]], notify: Callable[[str], None]
-) -> pa.Table:
+def move_edges(table: pa.Table, moves: Sequence[tuple[int, EdgeTimes]], notify: Callable[[str], None]) -> pa.Table:
     """Move the edges of clips: a clip grows into the gaps beside it and leaves gaps where it shrinks; other clips never
     change.
 
-    `moves` are row, start and end in milliseconds, in the order they were made; None leaves an edge. An edge that
-    cannot be moved that far stays, and `notify` is told.
+    `moves` are rows and times, in the order they were made. An edge that cannot be moved that far stays, and `notify`
+    is told.
     """
     places = list(zip(table["recording"].to_pylist(), table["audio"].to_pylist(), strict=True))
-    times = zip(table["start_ms"].to_pylist(), table["end_ms"].to_pylist(), table["kind"].to_pylist(), strict=True)
-    segments: dict[tuple[str, str], list[_Segment]] = {places[row]: [] for row, *_ in moves}
-    for row, (place, (start, end, kind)) in enumerate(zip(places, times, strict=True)):
-        if place in segments:
-            segments[place].append(_Segment(row, start, end, kind == "gap"))
-    before = {one.row: [one] for place in segments.values() for one in place}
-    wanted: dict[int, tuple[int | None, int | None]] = {}
-    for row, start, end in moves:
-        _move(segments[places[row]], row, start, end)
-        last = wanted.get(row, (None, None))
-        wanted[row] = (last[0] if start is None else start, last[1] if end is None else end)
-    after: dict[int, list[_Segment]] = {row: [] for row in before}
-    for one in (one for place in segments.values() for one in place):
-        after[one.row].append(one)
-    for row, edges in wanted.items():
-        [clip] = [one for one in after[row] if not one.new_id]
-        if edges[0] not in (None, clip.start) or edges[1] not in (None, clip.end):
-            low, high = _room(segments[places[row]], row)
+    by_place: dict[tuple[str, str], list[tuple[str, EdgeTimes]]] = {}
+    for row, times in moves:
+        by_place.setdefault(places[row], []).append((table["id"][row].as_py(), times))
+    pieces, done = [], 0
+    for place, rows in groupby(range(len(places)), key=places.__getitem__):
+        if place in by_place:
+            first, *others = rows
+            pieces.append(table.slice(done, first - done))
+            done = first + 1 + len(others)
+            lines = table.slice(first, done - first).to_pylist()
+            _move_clips(lines, by_place[place], notify)
+            pieces.append(pa.Table.from_pylist(lines, schema=table.schema))
+    return pa.concat_tables([*pieces, table.slice(done)])
+
+
+def _move_clips(
+    lines: list[dict[str, Any]], moves: Sequence[tuple[str, EdgeTimes]], notify: Callable[[str], None]
+) -> None:
+    """Move clips, given by id, in the rows of one piece of audio."""
+    wanted: dict[str, EdgeTimes] = {}
+    for id, (start, end) in moves:
+        _move_clip(lines, id, start, end)
+        last = wanted.get(id, (None, None))
+        wanted[id] = (last[0] if start is None else start, last[1] if end is None else end)
+    for id, (start, end) in wanted.items():
+        at, first, last_row = _room(lines, id)
+        clip = lines[at]
+        if start not in (None, clip["start_ms"]) or end not in (None, clip["end_ms"]):
+            low, high = lines[first]["start_ms"], lines[last_row]["end_ms"]
             room = f"it can lie between {low} and {high} ms, where other clips begin"
-            notify(f"{table['id'][row].as_py()} stays at {clip.start} to {clip.end} ms: {room}")
-    return _rebuild(table, {row: of for row, of in after.items() if of != before[row]})
+            notify(f"{id} stays at {clip['start_ms']} to {clip['end_ms']} ms: {room}")
 
 
-def _room(segments: Sequence[_Segment], row: int) -> tuple[int, int]:
-    """Return the earliest start and the latest end that a clip can be given."""
-    at = next(n for n, one in enumerate(segments) if one.row == row and not one.new_id)
-    first = at - 1 if at and segments[at - 1].is_gap else at
-    last = at + 1 if segments[at + 1 : at + 2] and segments[at + 1].is_gap else at
-    return segments[first].start, segments[last].end
+def _room(lines: list[dict[str, Any]], id: str) -> tuple[int, int, int]:
+    """Return the position of a clip, and of the first and the last row that it may grow into."""
+    at = next(position for position, line in enumerate(lines) if line["id"] == id)
+    has_gap = [0 <= near < len(lines) and lines[near]["kind"] == "gap" for near in (at - 1, at + 1)]
+    return at, at - has_gap[0], at + has_gap[1]
 
 
-def _move(segments: list[_Segment], row: int, new_start: int | None, new_end: int | None) -> None:
-    at = next(n for n, one in enumerate(segments) if one.row == row and not one.new_id)
-    clip, (low, high) = segments[at], _room(segments, row)
-    start = clip.start if new_start is None else new_start
-    end = clip.end if new_end is None else new_end
+def _move_clip(lines: list[dict[str, Any]], id: str, new_start: int | None, new_end: int | None) -> None:
+    at, first, last = _room(lines, id)
+    clip, low, high = lines[at], lines[first]["start_ms"], lines[last]["end_ms"]
+    start = clip["start_ms"] if new_start is None else new_start
+    end = clip["end_ms"] if new_end is None else new_end
     if not low <= start < end <= high:
         return
-    first, last = at - (low < clip.start), at + (high > clip.end)
-    before = segments[first] if first < at else _Segment(row, low, start, True, "before")
-    after = segments[last] if last > at else _Segment(row, end, high, True, "after")
-    moved = (replace(before, end=start), replace(clip, start=start, end=end), replace(after, start=end))
-    segments[first : last + 1] = [one for one in moved if one.start < one.end]
-
-
-def _rebuild(table: pa.Table, segments: dict[int, list[_Segment]]) -> pa.Table:
-    """Replace the rows of `segments` in the table; a new gap has only its position."""
-    pieces, done = [], 0
-    for row in sorted(segments):
-        pieces.append(table.slice(done, row - done))
-        [line] = table.slice(row, 1).to_pylist()
-        kept = {key: line[key] for key in ("recording", "recording_hash", "part", "audio")}
-        gap = empty_row() | kept | {"kind": "gap", "status": "dropped", "reason": "no speech"}
-        lines = [
-            (gap | {"id": f"{line['id']}-{one.new_id}"} if one.new_id else line)
-            | {"start_ms": one.start, "end_ms": one.end}
-            | {"audio_start_ms": line["audio_start_ms"] + one.start - line["start_ms"]}
-            for one in segments[row]
-        ]
-        pieces.append(pa.Table.from_pylist(lines, schema=table.schema))
-        done = row + 1
-    return pa.concat_tables([*pieces, table.slice(done)])
+    kept = {key: clip[key] for key in ("recording", "recording_hash", "part", "audio", "start_ms", "audio_start_ms")}
+    gap = empty_row() | kept | {"kind": "gap", "status": "dropped", "reason": "no speech"}
+    before = lines[first] if first < at else gap | {"id": f"{id}-before"}
+    after = lines[last] if last > at else gap | {"id": f"{id}-after"}
+    moved = ((before, low, start), (clip, start, end), (after, end, high))
+    lines[first : last + 1] = [
+        line | {"start_ms": a, "end_ms": b, "audio_start_ms": line["audio_start_ms"] + a - line["start_ms"]}
+        for line, a, b in moved
+        if a < b
+    ]

@@ -13,70 +13,25 @@ from pathlib import Path
 from myna.core.errors import DataError
 from myna.core.io import atomic_write, disk_error
 from myna.core.progress import ProgressCallback, silent
-from myna.data.importers import conversations, corpora, folders, records, scored, tables
-from myna.data.importers.records import ImportContext, Importer, RejectedRecord, RejectionReason
+from myna.data.importers import conversations, folders, scored, tables
+from myna.data.importers.records import RECORDING_SUFFIXES, ImportContext, Importer, RejectedRecord, RejectionReason
 from myna.data.importers.validation import TextCheck, validate_utterances
 from myna.data.manifest import Utterance, write_manifest
 
-FORMATS: dict[str, Importer] = {
-    "myna": Importer("Myna's own manifest.jsonl", folders.matches_myna, folders.read_myna),
-    "folder": Importer(
-        "a folder of recordings with a .txt or .lab of the same name beside each; subfolders are speakers",
-        folders.matches_folder,
-        folders.read_folder,
-    ),
-    "ljspeech": Importer(
-        "LJSpeech: metadata.csv of id|text|normalised text, without a header, beside wavs/",
-        folders.matches_ljspeech,
-        folders.read_ljspeech,
-    ),
-    "transcripts": Importer(
-        "ids and texts in prompts.txt, txt/text, *.trans.txt or txt.done.data: VIVOS, LibriSpeech, CMU Arctic",
-        corpora.matches_transcripts,
-        corpora.read_transcripts,
-    ),
-    "webdataset": Importer(
-        "WebDataset: .tar shards, in each the audio of a sample beside its .txt or .json",
-        corpora.matches_webdataset,
-        corpora.read_webdataset,
-    ),
-    "table": Importer(
-        "a CSV or TSV file whose header names at least an audio and a text column",
-        tables.matches_table,
-        tables.read_table,
-    ),
-    "metadata_json": Importer(
-        "a folder with metadata.json = {dataset_info, samples: [{audio_file, transcript_file, ...}]}",
-        conversations.matches_samples,
-        conversations.read_samples,
-    ),
-    "chatml": Importer(
-        "boson ChatML, JSON or JSONL: {messages: [{role, content}], start_index, speaker, misc}",
-        conversations.matches_chatml,
-        conversations.read_chatml,
-    ),
-    "ms_swift": Importer(
-        "ms-swift JSONL: {messages: [{role, content with <audio>}], audios: [paths]}",
-        conversations.matches_ms_swift,
-        conversations.read_ms_swift,
-    ),
-    "hf": Importer(
-        "Hugging Face: a folder or file of Parquet or Arrow, or OWNER/NAME[/CONFIG][:SPLIT] on the hub",
-        tables.matches_hub,
-        tables.read_hub,
-    ),
-    "scored_jsonl": Importer(
-        "a JSONL file with audio, text, scores (accuracy, fluency, prosodic, total, 0 to 10) and words",
-        scored.matches_scored,
-        scored.read_scored,
-    ),
-    "speechocean": Importer(
-        "a part of SpeechOcean762, train or test: wav.scp, text and utt2spk, with resource/scores.json beside it",
-        scored.matches_speechocean,
-        scored.read_speechocean,
-    ),
+FORMATS = {
+    "myna": Importer(folders.matches_myna, folders.read_myna),
+    "folder": Importer(folders.matches_folder, folders.read_folder),
+    "ljspeech": Importer(folders.matches_ljspeech, folders.read_ljspeech),
+    "transcripts": Importer(folders.matches_transcripts, folders.read_transcripts),
+    "webdataset": Importer(tables.matches_webdataset, tables.read_webdataset),
+    "table": Importer(tables.matches_table, tables.read_table),
+    "metadata_json": Importer(conversations.matches_samples, conversations.read_samples),
+    "chatml": Importer(conversations.matches_chatml, conversations.read_chatml),
+    "ms_swift": Importer(conversations.matches_ms_swift, conversations.read_ms_swift),
+    "hf": Importer(tables.matches_hub, tables.read_hub),
+    "scored_jsonl": Importer(scored.matches_scored, scored.read_scored),
+    "speechocean": Importer(scored.matches_speechocean, scored.read_speechocean),
 }
-RECORDING_SUFFIXES = frozenset((*records.AUDIO_SUFFIXES, *records.OTHER_AUDIO_SUFFIXES))
 MAX_NAMED_REJECTIONS = 5
 """Maximum number of rejected records that an error names; the others are in `rejected.jsonl`."""
 
@@ -164,7 +119,8 @@ def _is_raw(path: Path) -> bool:
 
 
 def _list_formats() -> str:
-    return "\n".join(f"  {name:14}{importer.description}" for name, importer in FORMATS.items())
+    lines = ((name, (importer.read.__doc__ or "").partition("\n")[0]) for name, importer in FORMATS.items())
+    return "\n".join(f"  {name:14}{description.removesuffix('.')}" for name, description in lines)
 
 
 def _wrong_format(source: str, format: str, reason: str) -> DataError:

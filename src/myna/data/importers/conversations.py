@@ -124,6 +124,8 @@ def matches_chatml(source: Path) -> bool:
 
 
 def read_chatml(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    """Boson ChatML, JSON or JSONL: {messages: [{role, content}], start_index, speaker, misc}."""
+
     def make(record: SourceRecord) -> Iterator[Utterance]:
         return _utterances(parse_conversation(record, context), context)
 
@@ -199,6 +201,8 @@ def matches_ms_swift(source: Path) -> bool:
 
 
 def read_ms_swift(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    """ms-swift JSONL: {messages: [{role, content with <audio>}], audios: [paths]}."""
+
     def make(record: SourceRecord) -> Iterator[Utterance]:
         sample = record.data
         record.id = str(sample.get("id") or f"{source.stem}-{record.line}")
@@ -254,6 +258,7 @@ def matches_samples(source: Path) -> bool:
 
 
 def read_samples(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    """A folder with metadata.json = {dataset_info, samples: [{audio_file, transcript_file, ...}]}."""
     index = records.index_file(source, "metadata.json")
     folders = (index.parent, Path())
 

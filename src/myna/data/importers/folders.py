@@ -1,9 +1,10 @@
-"""Importers for folders of recordings: Myna's own manifest, a text file beside each recording, and LJSpeech."""
+"""Importers for folders of recordings: Myna's own manifest, a text file beside each recording, and lists of texts."""
 
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from myna.core.io import is_file
 from myna.data.importers import records
 from myna.data.importers.records import ImportContext, ImportItem, RecordError, SourceRecord, build_utterances
 from myna.data.importers.scored import matches_scored
@@ -19,6 +20,8 @@ def matches_myna(source: Path) -> bool:
 
 
 def read_myna(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    """Myna's own manifest.jsonl."""
+
     def make(record: SourceRecord) -> Iterator[Utterance]:
         record.id = str(record.data["id"]) if "id" in record.data else None
         defaults = {"speaker": context.speaker, "language": context.language}
@@ -46,6 +49,8 @@ def matches_folder(source: Path) -> bool:
 
 
 def read_folder(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    """A folder of recordings with a .txt or .lab of the same name beside each; subfolders are speakers."""
+
     def make(record: SourceRecord) -> Iterator[Utterance]:
         audio: Path = record.data
         record.id = audio.relative_to(source).with_suffix("").as_posix()
@@ -78,24 +83,107 @@ def matches_ljspeech(source: Path) -> bool:
 
 
 def read_ljspeech(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    """LJSpeech: metadata.csv of id|text|normalised text, without a header, beside wavs/."""
     index = records.index_file(source, "metadata.csv")
     speaker = context.speaker or index.parent.resolve().name
 
     def make(record: SourceRecord) -> Iterator[Utterance]:
-        try:
-            name, text, *normalised = record.data.decode("utf-8").split("|")
-        except UnicodeDecodeError as error:
-            raise RecordError("not UTF-8", str(error)) from None
-        except ValueError:
-            raise RecordError("malformed", "no `|` in the line") from None
+        name, *texts = record.data.decode().split("|")
+        if not texts:
+            raise RecordError("malformed", "no `|` in the line")
         record.id = name
-        if len(normalised) > 1:
-            raise RecordError("malformed", f"{2 + len(normalised)} columns, not 2 or 3")
-        transcript = "".join(normalised).strip() or text
-        extras = {"original_text": text} if transcript != text else {}
-        suffixes = (*records.AUDIO_SUFFIXES, *records.OTHER_AUDIO_SUFFIXES)
-        candidates = [index.parent / "wavs" / f"{name}{suffix}" for suffix in suffixes]
-        audio = next((path for path in candidates if is_file(path)), candidates[0])
+        if len(texts) > 2:
+            raise RecordError("malformed", f"{1 + len(texts)} columns, not 2 or 3")
+        transcript = "".join(texts[1:]).strip() or texts[0]
+        extras = {"original_text": texts[0]} if transcript != texts[0] else {}
+        names = [f"{name}{suffix}" for suffix in records.RECORDING_SUFFIXES]
+        audio = records.find_file(names, index.parent / "wavs")
         yield Utterance(name, audio, transcript, speaker, context.language, extras=extras)
 
     return build_utterances((SourceRecord(index, number, line) for number, line in records.nonblank_lines(index)), make)
+
+
+# Lists of ids and texts, as published corpora have them
+
+LISTS = ("prompts.txt", "txt/text", "orthographic-transcript.txt", "etc/txt.done.data", "txt.done.data")
+"""Names of the list in VIVOS, VAIS1000, the Arabic Speech Corpus, CMU Arctic and Festvox. LibriSpeech has many."""
+CHAPTER_LISTS = ("*.trans.txt", "*/*.trans.txt", "*/*/*.trans.txt")
+"""Patterns of LibriSpeech's lists below a chapter, a speaker and a subset. Below the root all subsets would join."""
+AUDIO_FOLDERS = ("wav", "wavs", "wave", "waves", "audio", "clips")
+LINE = re.compile(
+    r"""\(\s*(?P<festvox>\S+)\s+"(?P<festvox_text>.*)"\s*\)  # ( arctic_a0001 "Author of the danger trail." )
+    | "(?P<quoted>[^"]+)"\s+"(?P<quoted_text>.*)"            # "ARA NORM  0002.wav" "waraj~aHa"
+    | (?P<id>[^|\s]+)(?:\||\s+)(?P<text>.*)                  # 84-121123-0001 TEXT, or 12|text
+    """,
+    re.VERBOSE,
+)
+BUCKWALTER = str.maketrans(
+    "'|>&<}AbptvjHxd*rzs$SDTZEg_fqklmnhwYyFNKaui~o`{PJVG^",
+    "ءآأؤإئابةتثجحخدذرزسشصضطظعغـفقكلمنهوىيًٌٍَُِّْٰٱپچڤگث",
+)
+"""Arabic letters and vowel signs by their Buckwalter letters; the Arabic Speech Corpus writes `^` for `v`."""
+
+
+def matches_transcripts(source: Path) -> bool:
+    first = next((line for file in _lists(source)[:1] for line in records.read_head(file).splitlines()), "")
+    return LINE.fullmatch(first.strip()) is not None
+
+
+def read_transcripts(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    """Ids and texts in prompts.txt, txt/text, *.trans.txt or txt.done.data: VIVOS, LibriSpeech, CMU Arctic.
+
+    A speaker is a folder of recordings; Buckwalter and capitals become plain text.
+    """
+    for file in _lists(source):
+        yield from _read_list(file, source if source.is_dir() else file.parent, context)
+
+
+def _lists(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source] if source.name in (Path(name).name for name in LISTS) or _is_chapter(source) else []
+    named = [source / name for name in LISTS if (source / name).is_file()]
+    return named[:1] or next((found for pattern in CHAPTER_LISTS if (found := sorted(source.glob(pattern)))), [])
+
+
+def _is_chapter(file: Path) -> bool:
+    return file.name.endswith(".trans.txt")
+
+
+def _read_list(file: Path, folder: Path, context: ImportContext) -> Iterator[ImportItem]:
+    if _is_chapter(file) or (file.name == "prompts.txt" and folder == file.parent):
+        folder = file.parent
+    elif not any((folder / name).is_dir() for name in AUDIO_FOLDERS):  # the list itself was given: txt/text, etc/...
+        folder = file.parent.parent
+    others = {other.parent for other in folder.rglob(file.name) if other != file}  # "test set" within the corpus
+    found = [path for path in records.list_recordings(folder) if not others.intersection(path.parents)]
+    recordings = {path.stem: path for path in found}
+    common = Path(os.path.commonpath([path.parent for path in found])) if found else folder
+    named = common.name if common.name not in AUDIO_FOLDERS else common.parent.resolve().name
+    is_arabic = context.language.startswith("ar") or file.name == "orthographic-transcript.txt"
+
+    def make(record: SourceRecord) -> Iterator[Utterance]:
+        fields = LINE.fullmatch(record.data.decode().strip())
+        if fields is None:
+            raise RecordError("malformed", "the line is not an id and a text")
+        id, text = (value for value in fields.groups() if value is not None)
+        record.id = id = id.removesuffix(".wav")
+        if id not in recordings:
+            raise RecordError("missing file", f"there is no recording {id} in {folder}")
+        audio = recordings[id]
+        below = audio.relative_to(common).parts[:-1]
+        speaker = id.partition("-")[0] if _is_chapter(file) else below[0] if below else context.speaker or named
+        spoken = _plain_text(text, is_arabic=is_arabic)
+        extras = {"original_text": text} if spoken != text else {}
+        language = context.language or ("ar" if is_arabic else "")
+        yield Utterance(id, audio, spoken, speaker, language, extras=extras)
+
+    yield from build_utterances((SourceRecord(file, *line) for line in records.nonblank_lines(file)), make)
+
+
+def _plain_text(text: str, *, is_arabic: bool) -> str:
+    """Write Buckwalter in Arabic letters, capitals as a sentence, and stops without a space before them."""
+    if is_arabic and text.isascii():
+        return re.sub(r"\s+[-–]\s+", "، ", text).translate(BUCKWALTER)
+    if text.isupper():
+        return f"{text.capitalize()}."
+    return re.sub(r"\s+([,.;:!?])(?=\s|$)", r"\1", text)

@@ -106,17 +106,16 @@ class ImportContext:
 class Importer(NamedTuple):
     """One layout of source data, as a line of `FORMATS`."""
 
-    description: str
-    """A line for the list of formats in error messages."""
     matches: Callable[[Path], bool]
     """Whether a source looks like this layout, by its names and first bytes."""
     read: Callable[[Path, ImportContext], Iterator[ImportItem]]
+    """Function that yields the items of a source. The first line of its docstring describes the layout to users."""
 
 
 def build_utterances(
     records: Iterable[SourceRecord], make: Callable[[SourceRecord], Iterable[Utterance]]
 ) -> Iterator[ImportItem]:
-    """Build the utterances of each record; a `RecordError` rejects only its record."""
+    """Build the utterances of each record; text that cannot be decoded, or a `RecordError`, rejects only its record."""
     for record in records:
         try:
             if isinstance(record.data, RecordError):
@@ -125,6 +124,8 @@ def build_utterances(
                 yield ImportedUtterance(utterance, str(record.source), record.line)
         except RecordError as error:
             yield record.rejected(error)
+        except UnicodeDecodeError as error:
+            yield record.rejected(RecordError("not UTF-8", str(error)))
         except RecursionError:
             yield record.rejected(RecordError("malformed", "its fields are nested too deeply"))
 
@@ -135,6 +136,8 @@ T = TypeVar("T")
 
 
 def require_type(value: Any, kind: type[T], name: str) -> T:
+    if isinstance(value, RecordError):
+        raise value
     if not isinstance(value, kind):
         raise RecordError("malformed", f"`{name}` is {type(value).__name__}, not {kind.__name__}")
     return value
@@ -194,6 +197,7 @@ OTHER_AUDIO_SUFFIXES = (
     *(".aiff", ".aif", ".caf", ".au", ".oga", ".wv", ".ape"),
 )
 """Suffixes of files that may be the film or the original of a recording beside them, the most likely first."""
+RECORDING_SUFFIXES = AUDIO_SUFFIXES + OTHER_AUDIO_SUFFIXES
 OUTPUT_FILES = ("rejected.jsonl", "prepared.json")
 """Files of which at least one is in every folder that `myna import` or `myna prepare` wrote."""
 
@@ -288,7 +292,7 @@ def list_recordings(folder: Path) -> list[Path]:
     return sorted(recordings + [path for name, path in others.items() if name not in names])
 
 
-def find_file(name: str, *folders: Path) -> Path:
-    """Find a file that a source names: in the first folder that has it, else in the first."""
-    candidates = [folder / name for folder in folders]
+def find_file(names: str | list[str], *folders: Path) -> Path:
+    """Return the first file that exists, of the possible names in each folder; the first of all if there is none."""
+    candidates = [folder / name for folder in folders for name in ([names] if isinstance(names, str) else names)]
     return next((path for path in candidates if is_file(path)), candidates[0])

@@ -21,6 +21,8 @@ def matches_scored(source: Path) -> bool:
 
 
 def read_scored(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    """A JSONL file with audio, text, scores (accuracy, fluency, prosodic, total, 0 to 10) and words."""
+
     def build(record: SourceRecord) -> Iterator[Utterance]:
         scores = {key: record.data.pop(key) for key in ("scores", "words") if key in record.data}
         yield add_assessment(utterance_from_row(record, context, (source.parent, Path())), scores)
@@ -49,6 +51,7 @@ def matches_speechocean(source: Path) -> bool:
 
 
 def read_speechocean(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    """A part of SpeechOcean762, train or test: wav.scp, text and utt2spk, with resource/scores.json beside it."""
     path = _scores_file(source)
     scores = records.parse_json(path.read_bytes())
     begins = re.compile(rb'"([^"]+)"\s*:\s*\{')

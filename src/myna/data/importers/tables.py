@@ -1,8 +1,10 @@
-"""Importers for records with named columns: CSV and TSV files, and Hugging Face datasets."""
+"""Importers for records with named columns: CSV and TSV files, Hugging Face datasets, and WebDataset shards."""
 
 import csv
 import re
+import tarfile
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,7 @@ def matches_table(source: Path) -> bool:
 
 
 def read_table(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    """A CSV or TSV file whose header names at least an audio and a text column."""
     file = _find_table(source) or source
     folders = (file.parent, file.parent / CLIPS, Path())
     return build_utterances(_rows(file), lambda record: [utterance_from_row(record, context, folders)])
@@ -156,6 +159,8 @@ def matches_hub(source: Path) -> bool:
 
 
 def read_hub(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    """Hugging Face: a folder or file of Parquet or Arrow, or OWNER/NAME[/CONFIG][:SPLIT] on the hub."""
+
     def make(record: SourceRecord) -> list[Utterance]:
         return [utterance_from_row(record, context, (record.source.parent, Path()))]
 
@@ -225,3 +230,58 @@ def _hub_records(source: Path) -> Iterator[SourceRecord]:
         for row in split:
             number += 1
             yield SourceRecord(source, number, row)
+
+
+# WebDataset
+
+
+def matches_webdataset(source: Path) -> bool:
+    return bool(_shards(source))
+
+
+def read_webdataset(source: Path, context: ImportContext) -> Iterator[ImportItem]:
+    """WebDataset: .tar shards, in each the audio of a sample beside its .txt or .json."""
+
+    def make(record: SourceRecord) -> list[Utterance]:
+        fields: dict[str, Any] = {}
+        own: dict[str, Any] = {"id": record.id}
+        for name, data in record.data:
+            suffix = Path(name).suffix.lower()
+            if suffix in records.RECORDING_SUFFIXES:
+                own["audio"] = {"bytes": data, "path": name}
+            elif suffix == ".txt":
+                own["text"] = data.decode("utf-8-sig").strip()
+            elif suffix == ".json":
+                fields = records.require_type(records.parse_json(data), dict, name)
+        record.data = fields | own
+        return [utterance_from_row(record, context, ())]
+
+    return build_utterances(_samples(source), make)
+
+
+def _shards(source: Path) -> list[Path]:
+    return sorted(source.glob("[!.]*.tar")) if source.is_dir() else [source] if source.suffix == ".tar" else []
+
+
+def _samples(source: Path) -> Iterator[SourceRecord]:
+    """Yield names and contents of the files of each sample: those that share a name up to its first dot."""
+    for shard in _shards(source):
+        try:
+            with tarfile.open(shard) as tar:
+                files = (member for member in tar if member.isfile() and not Path(member.name).name.startswith("."))
+                for number, (key, members) in enumerate(groupby(files, key=_sample_key), start=1):
+                    contents = [(member.name, data.read()) for member in members if (data := tar.extractfile(member))]
+                    yield SourceRecord(shard, number, contents, key)
+                file = tar.fileobj
+                assert file is not None
+                file.seek(tar.offset)
+                end = file.read(512)  # tarfile stops at a damaged header without an error
+                if not end or end.strip(b"\0"):
+                    raise tarfile.ReadError("it does not end as a tar file does")
+        except (tarfile.TarError, EOFError) as error:
+            yield SourceRecord(shard, None, RecordError("malformed", f"the shard is damaged: {error}"))
+
+
+def _sample_key(member: tarfile.TarInfo) -> str:
+    path = Path(member.name)
+    return (path.parent / path.name.partition(".")[0]).as_posix()
