@@ -103,12 +103,10 @@ def check_audio(path: Path) -> AudioInfo:
     with _open(path) as file:
         frames, window = 0, _window_frames(file.samplerate)
         is_silent = [np.empty(0, np.bool_)]
-        for block in _blocks(file):
-            _check_finite(path, block)
+        for block in _checked_blocks(path, file):
             frames += len(block)
             mono, starts = block.mean(axis=1), np.arange(0, len(block), window)
             is_silent.append(np.maximum.reduceat(mono, starts) - np.minimum.reduceat(mono, starts) < 2 * SILENCE_PEAK)
-        _check_length(path, file, frames, file.frames)
         edges = np.flatnonzero(np.diff(np.concatenate([[False], *is_silent, [False]]))) * (window / file.samplerate)
         silences = tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
         return AudioInfo(frames / file.samplerate, file.samplerate, file.channels, silences)
@@ -148,18 +146,7 @@ def stream_audio(path: Path) -> Iterator[tuple[AudioInfo, Iterator[npt.NDArray[n
     A damaged file yields what can be decoded, and then raises the `AudioFileError` with the reason.
     """
     with _open(path, allow_short=True) as file:
-
-        def blocks() -> Iterator[npt.NDArray[np.float32]]:
-            frames = 0
-            for block in _blocks(file):
-                _check_finite(path, block)
-                frames += len(block)
-                yield block
-            if isinstance(file, _SoundFile):
-                _check_data_size(path, file)
-            _check_length(path, file, frames, file.frames)
-
-        yield AudioInfo(file.frames / file.samplerate, file.samplerate, file.channels), blocks()
+        yield AudioInfo(file.frames / file.samplerate, file.samplerate, file.channels), _checked_blocks(path, file)
 
 
 def check_not_silent(path: Path, samples: Samples) -> None:
@@ -437,6 +424,18 @@ def _blocks(file: AudioReader, frames: int | None = None) -> Iterator[npt.NDArra
     while left > 0 and len(block := file.read_block(min(left, size))):
         left -= len(block)
         yield block
+
+
+def _checked_blocks(path: Path, file: AudioReader) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield all frames of a file; raise an error where they are damaged, or at the end if some are missing."""
+    frames = 0
+    for block in _blocks(file):
+        _check_finite(path, block)
+        frames += len(block)
+        yield block
+    if isinstance(file, _SoundFile):
+        _check_data_size(path, file)
+    _check_length(path, file, frames, file.frames)
 
 
 def _window_frames(sample_rate: int) -> int:

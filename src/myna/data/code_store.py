@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +45,8 @@ def write_index(
 ) -> None:
     """Write the index of `utterances` whose codes are stored already, under the given keys: no recording is opened."""
     check_unique_ids(utterances)
-    with lock_codes(folder, revision) as codes_folder:
-        write_index_file(folder, utterances, keys, stored_frames(codes_folder, revision), revision, sample_rate)
+    with lock_codes(folder, revision) as codes:
+        write_index_file(folder, utterances, keys, stored_frames(codes, revision), revision, sample_rate)
 
 
 class CodeStore:
@@ -54,17 +54,17 @@ class CodeStore:
 
     def __init__(self, folder: Path, revision: str, shards: dict[int, Path]) -> None:
         self.folder, self.revision, self._shards = folder, revision, shards
-        self.codes_folder = _codes_folder(folder, revision)
+        self.codes_folder = codes_folder(folder, revision)
         # The least recently used maps are dropped.
         self._map = lru_cache(MAX_MAPPED_SHARDS)(lambda number: _map(shards[number]))
 
     @classmethod
     def open(cls, folder: Path, revision: str) -> Self:
-        codes_folder = _codes_folder(folder, revision)
-        if not (codes_folder / INDEX_FILE).is_file():
-            problem = "was not encoded to the end with" if codes_folder.is_dir() else "holds no codes of"
+        codes = codes_folder(folder, revision)
+        if not (codes / INDEX_FILE).is_file():
+            problem = "was not encoded to the end with" if codes.is_dir() else "holds no codes of"
             raise DataError(f"{folder} {problem} the codec {revision[:8]}", hint=prepare_command(folder))
-        return cls(folder, revision, shard_paths(codes_folder))
+        return cls(folder, revision, shard_paths(codes))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A worker process maps the files itself instead of receiving their content.
@@ -84,11 +84,11 @@ class CodeStore:
         beginning of its file. Reads the keys of every shard, and checks every shard."""
         stored, shards, offsets = [pa.array([], pa.string())], [np.empty(0, np.int32)], [np.empty(0, np.int64)]
         for number, path in self._shards.items():
-            shard = _read_shard(path, self.revision)
+            shard, starts = _read_shard(path, self.revision)
             with _read_errors(path):
-                stored.append(pa.array(shard.keys.to_pylist(), pa.string()))  # a view would keep every shard mapped
-            shards.append(np.full(len(shard.keys), number, np.int32))
-            offsets.append(shard.offsets)
+                stored.append(pa.array(shard["key"].to_pylist(), pa.string()))  # a view would keep every shard mapped
+            shards.append(np.full(len(starts), number, np.int32))
+            offsets.append(starts)
         positions = pc.fill_null(pc.index_in(keys, value_set=pa.concat_arrays(stored)), -1)
         # Position -1, for a key that is not stored, is the entry appended last.
         shard_of, offset_of = np.append(np.concatenate(shards), np.int32(-1)), np.append(np.concatenate(offsets), 0)
@@ -99,13 +99,6 @@ class CodeStore:
         """Fingerprint that changes whenever a location may hold the codes of another utterance."""
         sizes = [(path.name, path.stat().st_size) for path in self._shards.values()]
         return f"{file_hash(self.codes_folder / INDEX_FILE)}-{bytes_hash(json.dumps(sizes).encode())}"
-
-
-class _ShardContents(NamedTuple):
-    keys: Any
-    frames: npt.NDArray[np.int32]
-    offsets: npt.NDArray[np.int64]
-    """Beginning of each clip's codes, in bytes from the beginning of the file."""
 
 
 def write_index_file(
@@ -127,7 +120,7 @@ def write_index_file(
         "frames": pa.array([frames.get(key, 0) for key in keys], pa.int32()),
     }
     index = arrow_batch(columns, revision, sample_rate=str(sample_rate))
-    write_arrow(folder, _codes_folder(folder, revision) / INDEX_FILE, index)
+    write_arrow(folder, codes_folder(folder, revision) / INDEX_FILE, index)
 
 
 def arrow_batch(columns: dict[str, Any], revision: str, **metadata: str) -> Any:
@@ -146,21 +139,22 @@ def write_arrow(folder: Path, path: Path, table: Any) -> None:
         fsync(path.parent)
 
 
-def shard_paths(codes_folder: Path) -> dict[int, Path]:
-    """Shards by number."""
-    return {int(path.stem): path for path in sorted(codes_folder.glob("[0-9]*.arrow"))}
+def shard_paths(codes: Path) -> dict[int, Path]:
+    """Return the shards in a folder of codes by number."""
+    return {int(path.stem): path for path in sorted(codes.glob("[0-9]*.arrow"))}
 
 
-def stored_frames(codes_folder: Path, revision: str) -> dict[str, int]:
-    """Frames by key, of all codes in the store."""
+def stored_frames(codes: Path, revision: str) -> dict[str, int]:
+    """Return the frames of all codes in a folder of codes by key."""
     frames: dict[str, int] = {}
-    for path in shard_paths(codes_folder).values():
-        shard = _read_shard(path, revision)
-        frames |= zip(shard.keys.to_pylist(), shard.frames.tolist(), strict=True)
+    for path in shard_paths(codes).values():
+        shard, _ = _read_shard(path, revision)
+        frames |= zip(shard["key"].to_pylist(), shard["frames"].to_pylist(), strict=True)
     return frames
 
 
-def _read_shard(path: Path, revision: str) -> _ShardContents:
+def _read_shard(path: Path, revision: str) -> tuple[Any, npt.NDArray[np.int64]]:
+    """Return the columns of a shard, and the byte of the file at which the codes of each clip begin."""
     with _read_errors(path):
         buffer = _map(path)
         table = _parse_checked(buffer, revision)
@@ -169,7 +163,7 @@ def _read_shard(path: Path, revision: str) -> _ShardContents:
         if (np.diff(offsets) != frames * table["codebooks"].to_numpy(zero_copy_only=True)).any():
             raise ValueError("frames and codes do not agree")
         values = codes.values.buffers()[1].address - buffer.address if len(frames) else 0
-        return _ShardContents(table["key"], frames, values + offsets[:-1] * np.dtype(np.uint16).itemsize)
+        return table, values + offsets[:-1] * np.dtype(np.uint16).itemsize
 
 
 def read_arrow(path: Path, revision: str, *, strings: bool = True) -> Any:
@@ -238,18 +232,18 @@ def _write_errors(folder: Path) -> Iterator[None]:
 @contextmanager
 def lock_codes(folder: Path, revision: str) -> Iterator[Path]:
     """Lock the folder of codes for one writer until the process ends, and remove half-written files of a killed run."""
-    codes_folder = _codes_folder(folder, revision)
+    codes = codes_folder(folder, revision)
     with _write_errors(folder):
-        codes_folder.parent.mkdir(parents=True, exist_ok=True)
+        codes.parent.mkdir(parents=True, exist_ok=True)
         held = DataError(f"another `myna prepare` is writing into {folder}", hint="wait until it is done, or stop it")
-        lock = acquire_lock(codes_folder.parent / LOCK_FILE, lambda: held)
+        lock = acquire_lock(codes.parent / LOCK_FILE, lambda: held)
     with lock:
         with _write_errors(folder):
-            codes_folder.mkdir(exist_ok=True)
-            for leftover in codes_folder.glob(".*.tmp"):
+            codes.mkdir(exist_ok=True)
+            for leftover in codes.glob(".*.tmp"):
                 leftover.unlink()
-            fsync(codes_folder.parent)
-        yield codes_folder
+            fsync(codes.parent)
+        yield codes
 
 
 def check_unique_ids(utterances: Sequence[Utterance]) -> None:
@@ -258,7 +252,7 @@ def check_unique_ids(utterances: Sequence[Utterance]) -> None:
         raise DataError(f"two utterances have the id {id}", hint="give each a name of its own")
 
 
-def _codes_folder(folder: Path, revision: str) -> Path:
+def codes_folder(folder: Path, revision: str) -> Path:
     return folder / "codes" / revision[:8]
 
 

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, Self, cast, get_args
 from myna.core.config import Recipe
 from myna.core.errors import DataError
 from myna.core.io import atomic_write, file_hash, save_text, string_hash
-from myna.data.code_store import CodeStore, codes_key, span_bounds, write_index
+from myna.data.code_store import codes_folder, codes_key, span_bounds, write_index
 from myna.data.dataset import DataFolder, PreparedDataset, Utterances
 from myna.data.manifest import Span, Utterance, write_manifest
 from myna.data.references import ReferenceSampler
@@ -276,12 +276,11 @@ def _overlapping(utterances: Iterable[Utterance]) -> Iterable[tuple[Utterance, U
 def _write_subset(dataset: PreparedDataset, folder: Path, members: list[Utterance]) -> None:
     """Write a subset as a prepared folder. Codes are hard-linked, and copied only where the disk cannot link."""
     info = dataset.info
-    codes_folder = CodeStore(folder, info.codec_revision, {}).codes_folder
     if not members:
         shutil.rmtree(folder, ignore_errors=True)
         return
     for shard in sorted(dataset.store.codes_folder.glob("[0-9]*.arrow")):
-        with atomic_write(codes_folder / shard.name) as temporary:
+        with atomic_write(codes_folder(folder, info.codec_revision) / shard.name) as temporary:
             try:
                 os.link(shard, temporary)
             except OSError:

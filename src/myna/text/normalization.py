@@ -98,7 +98,7 @@ def words(text: str, language: str = "en") -> list[str]:
     kept = (symbol if symbol.isalnum() or symbol == "'" or _is_mark(symbol) else " " for symbol in normalized)
     tokens = [word for part in "".join(kept).split() if (word := part.strip("'"))]
     if base in UNSPACED:
-        return [letter for word in tokens for letter in _clusters(word) if letter.strip("'")]
+        return [letter for word in tokens for letter in clusters(word) if letter.strip("'")]
     if base == "ar":
         return _arabic_numbers(tokens)
     return _vietnamese(tokens) if base == "vi" else tokens
@@ -132,15 +132,15 @@ def _is_mark(symbol: str) -> bool:
     return unicodedata.category(symbol).startswith("M")
 
 
-def _clusters(word: str) -> list[str]:
-    """Return the letters with their combining marks."""
-    clusters: list[str] = []
-    for symbol in word:
-        if clusters and _is_mark(symbol):
-            clusters[-1] += symbol
+def clusters(text: str) -> list[str]:
+    """Return the characters with the marks and format characters that belong to each."""
+    pieces: list[str] = []
+    for symbol in text:
+        if pieces and (_is_mark(symbol) or unicodedata.category(symbol) == "Cf"):
+            pieces[-1] += symbol
         else:
-            clusters.append(symbol)
-    return clusters
+            pieces.append(symbol)
+    return pieces
 
 
 def _arabic_numbers(tokens: list[str]) -> list[str]:

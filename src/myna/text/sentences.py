@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from myna.text.normalization import ABBREVIATIONS, normalise_text
+from myna.text.normalization import ABBREVIATIONS, clusters, normalise_text
 
 MAX_SEGMENT_SECONDS = 30.0
 TARGET_SEGMENT_SECONDS = 8.0
@@ -164,7 +164,7 @@ def _cut(
         parts = _pieces(text, (match.end() for match in breaks[0].finditer(text)))
         pieces = [piece for part in parts for piece in _cut(part, max_seconds, pace, breaks[1:])]
     else:
-        pieces = _clusters(text)
+        pieces = clusters(text)
     share = min(max_seconds, 1.2 * total / math.ceil(total / max_seconds))
     packed, seconds = [pieces[0]], estimate_seconds(pieces[0], pace)
     for piece in pieces[1:]:
@@ -176,11 +176,3 @@ def _cut(
             packed.append(piece)
             seconds = own
     return packed
-
-
-def _clusters(text: str) -> list[str]:
-    """Return characters with the marks that belong to them."""
-    marks = {"Mn", "Mc", "Me", "Cf"}
-    return _pieces(
-        text, (place for place, character in enumerate(text) if unicodedata.category(character) not in marks)
-    )

@@ -11,7 +11,7 @@ import unicodedata
 from typing import Any
 
 from myna.core.errors import import_optional
-from myna.text.normalization import ENGLISH_ABBREVIATIONS, MONTHS, TATWEEL, base_language
+from myna.text.normalization import ENGLISH_ABBREVIATIONS, MONTHS, TATWEEL, base_language, normalise_text
 
 ONES = [
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
@@ -43,7 +43,7 @@ ARABIC_FORMS = str.maketrans({TATWEEL: "", "ی": "ي", "ک": "ك", "٫": ".", "�
 def normalise_spoken_text(text: str, language: str, *, diacritics: bool = False) -> str:
     """Return the text as it is read aloud. `diacritics` adds vowel signs to Arabic by text2tashkeel; the default does
     not."""
-    text = " ".join(unicodedata.normalize("NFC", text).split())
+    text = normalise_text(text)
     base = base_language(language)
     if base == "en":
         spoken = text

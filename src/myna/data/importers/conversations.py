@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from myna.audio.files import probe
 from myna.core.errors import AudioError
@@ -20,14 +20,12 @@ INSTRUCTION = "Please generate speech for given text in reference audio's voice:
 """Prefix of the target's text in the user's turn, in the Arabic data."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImportedClip:
+class ImportedClip(NamedTuple):
     audio: Path
     span: Span | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ImportedTurn:
+class ImportedTurn(NamedTuple):
     role: str
     parts: Sequence[str | ImportedClip]
 
