@@ -9,7 +9,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -407,26 +406,6 @@ def test_recipes_that_ship_are_found_by_name_listed_and_copied(
     assert command("recipes", name, "--out", "mine.yaml")[0] == 0
     assert load_recipe(tmp_path / "mine.yaml") == load_recipe(Path(name))
     assert "mine.yaml exists" in refused("recipes", name, "--out", "mine.yaml")
-
-
-@pytest.mark.slow
-def test_recipes_are_in_the_wheel(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(root / name, tmp_path)
-    shutil.copytree(root / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    words = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", "wheels", "."]
-    built = subprocess.run(
-        [sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert built.returncode == 0, built.stderr
-    [wheel] = (tmp_path / "wheels").glob("*.whl")
-    files = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"myna/recipes/{name}.yaml" for name in shipped_recipes()} <= files
-    tracked = subprocess.run(
-        ["git", "ls-files", "src/myna"], cwd=root, capture_output=True, text=True, check=False
-    ).stdout.split()
-    assert {name.removeprefix("src/") for name in tracked if (root / name).is_file()} <= files, "nothing is left behind"
 
 
 # Scene that is trained and not spoken
