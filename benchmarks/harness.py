@@ -74,7 +74,7 @@ class CollatedStep:
 
     data: Any
     tokens: int
-    """Without padding."""
+    """Tokens without padding."""
     positions: int
     """Tokens with padding: the budget of the rows, or the padded batch."""
     target_seconds: float
@@ -307,7 +307,7 @@ class Benchmark:
 
     @property
     def _steps(self) -> int:
-        """After the first one."""
+        """Number of steps after the first one."""
         return self.size.warm_up + self.size.timed + 1
 
     def _pool(self) -> Any:

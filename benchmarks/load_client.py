@@ -66,7 +66,7 @@ class ResponseTrace:
 
     @property
     def playback_end(self) -> float:
-        """When a player that began with the first sample, and waited in every underrun, has played all."""
+        """Moment at which a player has played all, if it begins with the first sample and waits in every underrun."""
         arrivals = sample_arrivals(self.parts)
         if not arrivals:
             return self.ended
@@ -82,7 +82,7 @@ class RequestFigures:
     ttfb: float
     first_playable: float
     first_audible: float | None
-    """None where all of it is silent, as is `leading_silence`."""
+    """Seconds to the first sample louder than -40 dB. None, like `leading_silence`, if all is silent."""
     leading_silence: float | None
     e2e: float
     rtf: float
@@ -98,7 +98,7 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 
 def sample_arrivals(parts: Sequence[tuple[float, bytes]]) -> list[tuple[float, int]]:
-    """When how many more whole samples were there; a sample may come in two parts."""
+    """Return each moment at which whole samples arrived, and how many; a sample may come in two parts."""
     arrivals, received, known = [], 0, 0
     for moment, data in parts:
         received += len(data)

@@ -50,7 +50,7 @@ WARM_UP_SHARE = 0.2
 """Share of the requests after which growth counts: allocators and caches have their size by then."""
 ROUNDS = 40
 REST_SECONDS = 1.0
-"""Between the end of a round, all connections closed and no request open, and its sample."""
+"""Seconds between the end of a round, with all connections closed, and its sample."""
 FIT_BLOCKS = 16
 """Parts of the samples behind the warm-up, whose means the line is fitted to."""
 

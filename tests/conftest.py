@@ -24,7 +24,7 @@ atexit.register(shutil.rmtree, os.environ["MYNA_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a card, what needs one says so instead of failing."""
+    """Skip tests that need a CUDA device where there is none."""
     import torch
 
     if not torch.cuda.is_available():

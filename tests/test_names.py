@@ -18,7 +18,7 @@ def public_names(path: Path) -> list[str]:
 
 
 def role(path: Path) -> str:
-    """Where a name belongs. Families have the same file names and in them the same functions; so have importers."""
+    """Place of a name. Families share file names and functions, and so do importers, so these count as one place."""
     parts = path.relative_to(PACKAGE).parts
     if parts[0] == "models" and len(parts) > 2:
         return f"models/FAMILY/{'/'.join(parts[2:])}"

@@ -1,4 +1,4 @@
-"""Which packages a command imports: heavy ones only where they are used, and none that an operating system lacks."""
+"""Packages that a command imports: heavy ones only where they are used, and none that an operating system lacks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_speaking_imports_no_training_packages(tmp_path: Path) -> None:
 
 
 def test_every_module_imports_where_there_is_no_unix() -> None:
-    """On Windows there is no fcntl and no resource, and signals and files have fewer names."""
+    """Windows has no fcntl and no resource, and fewer names in signal and os."""
     names = [module.name for module in pkgutil.walk_packages(myna.__path__, "myna.")]
     names = [name for name in names if name not in (*NEEDS_TRITON, "myna.__main__", "myna.serve.ray_app")]
     absent = ("fcntl", "resource", "grp", "pwd", "termios")

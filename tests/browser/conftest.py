@@ -30,7 +30,7 @@ WIDTHS = (1280, 390)
 """A laptop's window and a telephone's."""
 COLOR_SCHEMES = ("light", "dark")
 OWN_SCHEMES = ("file:", "data:", "blob:")
-"""Of what a page may load without a server: itself, and what lies beside it."""
+"""Schemes that a page may load from without a server: its own, and files beside it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

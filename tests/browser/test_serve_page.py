@@ -49,7 +49,7 @@ def test_the_pages_are_accessible(
 
 
 def test_the_serve_page_works_by_keyboard_alone(page: Any, server: RunningServer) -> None:
-    """What the page has gathered is what the server says."""
+    """Speak a text by keyboard alone. The page gathers as many bytes as the server sends."""
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "text"
     page.keyboard.press("Control+A")

@@ -40,7 +40,7 @@ def test_the_xray_is_accessible(open_page: PageOpener, xray: Xray, color_scheme:
 
 
 def test_every_kind_of_piece_plays(open_page: PageOpener, xray: Xray) -> None:
-    """By its button, by the bar, on a timeline by mouse and by keyboard, and on the map of voices."""
+    """Play pieces by their button, the bar, a timeline (mouse and keyboard), and the map of voices."""
     page = open_page(xray.page)
     check_plays(page, "#hours .play")
     assert "kept" in page.locator("#playing").inner_text()

@@ -31,7 +31,7 @@ NAMES = [*COMMANDS, *FAMILIES]
 
 @pytest.fixture
 def complain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Complain:
-    """How a command that must fail complains, as one line; it runs in an empty folder."""
+    """Run a command that must fail in an empty folder, and return its error as one line."""
     monkeypatch.chdir(tmp_path)
 
     def run(*words: object) -> str:

@@ -14,7 +14,7 @@ VOICES = np.eye(64, dtype=np.float32)
 
 
 def test_many_speakers_with_little_each_stay_speakers() -> None:
-    """In a corpus of a hundred books, each reader has a hundredth of all speech, and all of one book."""
+    """A hundred books: each reader has a hundredth of all speech, and all of one book."""
     rows = [
         segment(f"{book}-{number}", f"book{book}.wav", 5000 * number, 5000 * (number + 1), "clip", local_speaker="0")
         | {"embedding": VOICES[book].tolist()}

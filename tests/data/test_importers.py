@@ -328,7 +328,7 @@ def test_progress_counts_to_the_end(tmp_path: Path, clips: list[Path]) -> None:
 
 
 def test_a_prepared_folder_is_read_by_its_manifest(tmp_path: Path) -> None:
-    """Its codes are Arrow files, as those of a dataset of Hugging Face are."""
+    """A prepared folder holds Arrow files, like a dataset of Hugging Face, and must not be taken for one."""
     line = {"id": "a", "audio": "a.wav", "text": "a", "speaker": "", "language": ""}
     (tmp_path / "manifest.jsonl").write_text(json.dumps(line) + "\n")
     (tmp_path / "codes").mkdir()

@@ -180,7 +180,7 @@ def test_what_was_counted_once_is_not_packed_to_be_skipped(
 
 
 def test_a_length_that_was_miscounted_stops_the_training(corpus: PreparedDataset) -> None:
-    """For example counts of another tokenizer in the folder."""
+    """A folder may hold counts of another tokenizer, for example."""
 
     class Wrong(Characters):
         text_revision = "wrong"

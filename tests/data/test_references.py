@@ -249,7 +249,7 @@ def test_many_at_once_are_what_each_is_alone(tmp_path: Path) -> None:
 
 
 def test_every_clip_that_would_do_is_as_likely_as_the_next(tmp_path: Path) -> None:
-    """Also if most clips are the target's own audio, so that draws fail again and again."""
+    """Draws are even also if most clips are the target's own audio, so that draws fail again and again."""
     twins = [said(tmp_path, f"twin{n}", sound="x") for n in range(30)]
     pairing = pair(tmp_path, [*twins, said(tmp_path, "one"), said(tmp_path, "two")])
     target = pairing.targets.with_id("twin7")[0]

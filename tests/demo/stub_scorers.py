@@ -24,7 +24,7 @@ class SpectrumEncoder:
 
 
 class ConstantASR(ASR):
-    """The same transcript for every clip."""
+    """ASR that gives one transcript for every clip."""
 
     name, note = "constant", ""
 

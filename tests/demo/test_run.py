@@ -134,7 +134,7 @@ def test_the_folder_keeps_all_results(shown: tuple[Path, str]) -> None:
 
 
 def test_similarity_is_to_the_real_recordings_of_the_other_texts(shown: tuple[Path, str]) -> None:
-    """So the real ones are not compared with themselves."""
+    """Recordings of held-out sentences are not compared with themselves."""
     out, _ = shown
     encoder = SpectrumEncoder()
     voices = [encoder.embed(read_audio(file, sample_rate=16_000), 16_000) for file in clips(out, REAL)]
@@ -204,7 +204,7 @@ def test_the_page_plays_the_audio_of_the_folder(shown: tuple[Path, str]) -> None
 
 
 def test_before_is_the_model_and_after_is_the_run(shown: tuple[Path, str], nest: Path) -> None:
-    """Each is what its engine generates again, with the reference that the folder keeps."""
+    """The engine generates each file again, from the reference in the folder."""
     out, _ = shown
     held_out = read_manifest(out / "data" / "subsets" / "held_out_texts" / "manifest.jsonl")
     train = read_manifest(out / "data" / "subsets" / "train" / "manifest.jsonl")
@@ -249,7 +249,7 @@ def test_the_console_names_the_page_and_the_time(shown: tuple[Path, str]) -> Non
 
 
 def test_the_thread_count_is_restored(shown: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, nest: Path) -> None:
-    """Whatever else the process does afterwards should not be slower for it."""
+    """A demo that fails leaves torch's number of threads as it was."""
     assert shown
     monkeypatch.setattr("myna.demo.run.prepare_voice", failing("stop"))
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Which clips a demo takes, and which of their texts are held out."""
+"""Clips that a demo takes, and the texts that it holds out."""
 
 from __future__ import annotations
 

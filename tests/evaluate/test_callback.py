@@ -40,7 +40,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks at what is trained, and this is about what is heard."""
+    """Leave out the preflight, which these tests do not need."""
     monkeypatch.setattr(loop, "run_preflight", lambda *_, **__: None)
 
 
@@ -105,7 +105,7 @@ def test_speech_evaluation_does_not_change_the_training(learn: Learn, workspace:
 
 
 def test_every_step_speaks_the_same_items_with_the_saved_weights(learn: Learn, workspace: Path) -> None:
-    """What was heard in the middle of training is what the checkpoint says afterwards, running means included."""
+    """The audio of a step in training equals what its checkpoint speaks later, also with averaged weights."""
     run = learn(ScriptedScorers(workspace), **EVERYTHING)
     heard = {
         step: read_item_scores(run.folder / "speech_eval" / f"step-{step:06d}" / "items.parquet") for step in (0, 4, 6)

@@ -1,4 +1,4 @@
-"""With several processes the first one listens and the others wait. Two on the CPU, connected by gloo."""
+"""Two processes on the CPU, connected by gloo: the first one evaluates while the other waits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process and two have made, as `NAME-PROCESSES`."""
+    """Folder with the runs of one process and of two, named `NAME-PROCESSES`."""
     folder = make_workspace(tmp_path_factory.mktemp("workspace"))
     for name, adapt in RECIPES.items():
         recipe = recipe_for(

@@ -134,7 +134,7 @@ def test_evaluations_in_another_language_are_not_compared(runs_folder: Path, tmp
 
 
 def answers(made: dict[str, Any], prefer: str, ties: int = 0) -> dict[str, Any]:
-    """As the page saves them."""
+    """Answers of one listener, in the form in which the page saves them."""
     chosen = {}
     for number, trial in enumerate(made["trials"]):
         choice = TIE if number < ties else trial["sounds"][trial["systems"].index(prefer)]

@@ -52,7 +52,7 @@ def test_differences_are_from_the_first_system_on_common_items(systems: dict[str
 
 
 def changed(side: ComparedSystem, name: str, **values: str) -> ComparedSystem:
-    """The same with other values in all of its rows."""
+    """Copy of a system with other values in all of its rows."""
     return ComparedSystem(name, [replace(row, **values) for row in side.rows], side.folder)  # type: ignore[arg-type]
 
 

@@ -50,7 +50,7 @@ def is_silent(item: EvalItem) -> SystemOutput:
 
 
 def copies(item: EvalItem) -> SystemOutput:
-    """What training on pairs of one and the same clip comes to: the loss is as good as nothing."""
+    """Speech of a model trained on pairs of one and the same clip: it copies, and its loss is nearly zero."""
     return SystemOutput(load_clip(item.references[0], RATE), stopped=True)
 
 

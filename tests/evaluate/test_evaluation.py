@@ -170,7 +170,7 @@ def test_sentences_of_a_file_and_systems_against_one_another(workspace: Path, tm
 
 
 def test_strength_scales_the_evaluated_run(workspace: Path, printed: dict[str, Any], tmp_path: Path) -> None:
-    """With none of its LoRA it says what its base says, and with half of it something else than with all."""
+    """A run at strength 0 speaks like its base, and at strength 0.5 differently than at 1."""
 
     def said(strength: float) -> dict[str, dict[str, str]]:
         against, out = (f"all={workspace / 'run'}",), tmp_path / str(strength)

@@ -1,4 +1,4 @@
-"""Which lines, in whose voice: from prepared folders, from text files, and from lists."""
+"""Items of an evaluation and their voices, from prepared folders, text files and lists."""
 
 from __future__ import annotations
 

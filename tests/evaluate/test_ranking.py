@@ -1,4 +1,4 @@
-"""Which checkpoint is the best to hear, and what is said of it."""
+"""Choice of the checkpoint that speaks best, and what is reported of it."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_speech_saved_from_python_is_not_overwritten(workspace: Path, tmp_path: 
 def test_a_folder_that_myna_did_not_make_is_left_alone(
     refused: Callable[..., str], workspace: Path, tmp_path: Path, name: str
 ) -> None:
-    """Also with --force, if it is what is read."""
+    """Even --force does not replace a folder that the command reads."""
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "report.html").write_text("mine")

@@ -178,7 +178,7 @@ def test_codes_without_the_delay_are_unknown_to_a_base_with_it(
     original_apply = DelayPattern.apply
 
     def undelayed(self: DelayPattern, codes: Any) -> Any:
-        """All codebooks at once, and the rest of the turn filled with ends."""
+        """Return codes as other systems write them: all codebooks at once, the rest of the turn filled with ends."""
         out = np.full_like(original_apply(self, codes), self.end)
         out[0], out[1 : 1 + len(codes)] = self.begin, codes
         return out

@@ -267,7 +267,7 @@ def test_the_loop_moves_batches_to_the_gpu(card: torch.device, workspace: Path, 
 
 
 def gradients(family: Family, recompute: int, device: torch.device = CPU) -> tuple[int, list[torch.Tensor]]:
-    """How often a layer was run, and every gradient."""
+    """Return how often a layer was run, and every gradient."""
     torch.manual_seed(0)
     model = make_trainable(load(family).to(device), family, WITH_HEADS.model_copy(update={"dropout": 0.3})).train()
     objective, calls = family.objective(model, recompute=recompute).train(), 0
@@ -466,7 +466,7 @@ def test_running_out_of_gpu_memory_names_settings_that_help(
 def test_the_plan_recomputes_layers_on_a_gpu_that_is_too_small(
     card: torch.device, workspace: Path, tmp_path: Path
 ) -> None:
-    """With automatic recomputing, training fits on the same card at once."""
+    """Training fits on the same card as soon as layers are recomputed automatically."""
     wide = save_tiny(tmp_path / "wide", hidden=512, layers=8)
     recipe = make_recipe(
         workspace,

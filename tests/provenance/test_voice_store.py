@@ -124,7 +124,7 @@ def test_a_voice_with_its_consent(
 
 
 def older_sentence(sentence: ConsentSentence) -> ConsentSentence:
-    """One of an earlier month with other words."""
+    """Return a sentence of an earlier month, with other words."""
     now = datetime.now(UTC)
     days = (now - timedelta(days=number) for number in range(30, 200))
     older = (sentence_of_day(sentence.name, sentence.language, day) for day in days)

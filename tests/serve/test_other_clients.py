@@ -1,4 +1,4 @@
-"""What clients of other speech servers send and expect, as their sources say."""
+"""Requests and expectations of clients of other speech servers, taken from their sources."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_the_same_recording_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
 def test_memory_mapped_at_the_start_is_not_counted() -> None:
-    """On a machine with a GPU the libraries of the process map more addresses than a recording may."""
+    """GPU libraries map more addresses at the start of a process than a recording is allowed."""
     child = f"""
 import mmap, sys
 from myna.serve.transcoding import MAX_DECODE_BYTES, _decode, _limit_memory

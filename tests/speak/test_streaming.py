@@ -87,7 +87,7 @@ def test_windows_leave_no_step(codecs: dict[str, Codec], name: str) -> None:
 
 
 def test_the_end_of_a_clip_has_no_hiss(codecs: dict[str, Codec]) -> None:
-    """After the end the decoder reads zeros. With the last frame repeated there, the last 300 ms stay the same for a
+    """The decoder reads zeros after the end. With the last frame repeated there, the last 300 ms stay the same for a
     recording that ends in silence; in noise they become other noise that is no softer."""
     codec, tail = codecs["fledgling"], round(0.3 * 24_000)
     ends_in_silence = []

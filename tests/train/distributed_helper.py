@@ -1,5 +1,6 @@
-"""What two processes do for test_processes.py: `python -m tests.train.distributed_helper FOLDER PORT...`, as srun would
-start it, without torchrun. Whatever is here is done by one process as well, and compared."""
+"""Work of two processes for test_distributed.py: `python -m tests.train.distributed_helper FOLDER PORT...`.
+
+They are started as by srun, without torchrun. One process does the same work, and both results are compared."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_a_mean_starts_at_the_weights_and_follows_them() -> None:
 
 
 def test_a_long_memory_forgets_the_beginning_soon() -> None:
-    """With the full decay from the first step, 0.9999 ** 100 = 99 % of the mean would be random weights."""
+    """The decay rises from a small value: at 0.9999 from the first step, 99 % of the mean would be random weights."""
     parameters = weights(0.0)
     ema = WeightEMA(parameters, decay=0.9999)
     with torch.no_grad():

@@ -387,7 +387,7 @@ def test_what_costs_least_comes_first_and_can_be_typed(lora: MemoryPlan) -> None
 
 
 def test_a_plan_that_was_too_hopeful_is_not_asked_again(lora: MemoryPlan) -> None:
-    """With fewer tokens it would recompute less and fill the GPU as before, so `full` is part of the hint."""
+    """A plan for fewer tokens would recompute less and fill the GPU as before, so the hint contains `full`."""
     chosen = recipe(data={"row_tokens": 2048}, train={"micro_batch_size": 2, "batch_size": 8})
     start = replace(lora, recomputed=10, automatic=True, precision="fp32", frozen=2 * lora.frozen)
     ways = list(lighter_plans(start, chosen, lambda: lora))

@@ -239,7 +239,7 @@ def test_gradients_too_small_for_fp16_survive_through_the_scale() -> None:
 
 
 def test_a_trainer_in_pure_fp16_learns_as_one_in_fp32(tmp_path: Path) -> None:
-    """On the CPU, where it cannot be chosen: slow, but the same code."""
+    """Train on the CPU, where users cannot choose this precision: slow, but the same code."""
     source = save_tiny(tmp_path / "tiny")
     family = open_family(str(source))
     steps = draw_steps(family, 6)

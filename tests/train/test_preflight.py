@@ -259,7 +259,7 @@ class Notes:
 def test_a_run_is_the_same_to_the_bit_without_it(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout, which draws from the random state."""
+    """Train with dropout, which draws from the random state."""
     chosen = recipe(
         workspace, adapt={"dropout": 0.2}, train={"batch_size": 4, "gradient_checkpointing": "full", "ema_decay": 0.5}
     )

@@ -118,7 +118,7 @@ def test_a_codec_for_real_voices_is_trained_on_all_speech_of_the_bundle(tmp_path
 
 
 def test_a_codec_is_trained_on_what_there_is(tmp_path: Path) -> None:
-    """Without Kokoro, natural or real speech; what is missing is named."""
+    """Train without Kokoro, natural and real speech; the script names what is missing."""
     fake = FAKE_PYTHON.replace("echo", '[[ "$1" == *natural* ]] && exit 1\necho', 1)
     calls = calls_of(tmp_path, "voices", BUDGET="900", fake=fake)
     trained = next(words for words in calls if words[0].endswith("train_codec.py"))

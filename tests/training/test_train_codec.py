@@ -579,7 +579,7 @@ class SyncDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_a_step_does_not_synchronise_with_the_host(
     dataset: DeviceDataset, monkeypatch: pytest.MonkeyPatch, adversarial: bool, augmented: bool
 ) -> None:
-    """Or else it could not be recorded on a card. The optimizers, which are torch's, see to that themselves there."""
+    """A step that waits for the host cannot be recorded on a GPU. The optimizers are torch's, which see to it."""
     if augmented:
         monkeypatch.setattr("codec_training.backgrounds.ROWS", {"noise": 2})
         monkeypatch.setattr(dataset, "augmentation", Augmentation(25 * 960, 24_000, CPU))

@@ -107,7 +107,7 @@ def augment_speaker(speaker: Speaker, words: Path, out: Path) -> None:
 
 @cache
 def _read_words(file: Path) -> HeardRecordings:
-    """Once in each process."""
+    """Read the file once in each process."""
     return HeardRecordings(file)
 
 

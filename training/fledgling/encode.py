@@ -65,7 +65,7 @@ class BatchedMelCodec(MelCodec):
 
 @cache
 def open_codec_of(model: str, device: str) -> tuple[Family, Encoder]:
-    """Once in each process."""
+    """Open the codec once in each process."""
     family = open_family(model)
     codec: Encoder = family.load_encoder(device=pick_device(device))
     if isinstance(codec, MelCodec):

@@ -63,7 +63,7 @@ class CorpusConfig:
 
 @cache
 def _espeak() -> Espeak:
-    """One for each process."""
+    """Return the one eSpeak of this process."""
     return Espeak()
 
 

@@ -51,7 +51,7 @@ class EncodedPair:
 
 
 def encoded_pairs(speech: Iterable[Path], old: MelCodec, new: MelCodec, limit: int) -> Iterator[EncodedPair]:
-    """At most `limit` clips of each source, spread over it, of speakers that are not held out."""
+    """Yield at most `limit` clips of each source, spread over it, of speakers that are not held out."""
     for source in speech:
         found = [one for one in recordings(source) if not is_held_out(one.speaker)]
         if not found:

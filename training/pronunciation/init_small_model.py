@@ -24,7 +24,7 @@ from myna.models.phi4.tiny import SPECIAL_TOKENS, save_tiny
 
 HIDDEN, LAYERS, BLOCKS, CHANNELS = 384, 6, 6, 32
 MAX_VOCABULARY = 1024
-"""Without special tokens."""
+"""Maximum number of tokens, without special ones."""
 TOKENIZER_LINES = 5000
 """Lines that the tokenizer is trained on: in so many every word and every phone is frequent."""
 

@@ -98,7 +98,7 @@ class CorpusConfig:
 
 @cache
 def _reader() -> PhoneReader:
-    """One for each process."""
+    """Return the one reader of this process."""
     return PhoneReader()
 
 

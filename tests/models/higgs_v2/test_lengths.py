@@ -116,7 +116,7 @@ def test_tokens_of_a_text_do_not_depend_on_its_place(
 
 
 def test_this_tokenizer_merges_blanks(family: HiggsV2) -> None:
-    """Without such merges the tests above could not fail."""
+    """The tests above could not fail if the tokenizer did not merge blanks."""
     apart = sum(family.count_tokens({"a": "A quiet", "b": " room."}))
     assert family.count_tokens({"a": "A quiet room."})[0] < apart
 

@@ -149,7 +149,7 @@ class Discriminators(nn.Module):
         )
 
     def forward(self, real: torch.Tensor, decoded: torch.Tensor) -> AdversarialLosses:
-        """Both as (clips, samples)."""
+        """Return the losses of recorded and decoded sound. Both inputs have the shape (clips, samples)."""
         discriminator_loss = adversarial = feature_matching = decoded.new_zeros(())
         with parametrize.cached():  # the weights are normalised once for both
             for discriminator in self.all:

@@ -42,7 +42,7 @@ class CorpusClip(NamedTuple):
     text: str
     samples: Samples
     reference_only: bool = False
-    """It sets a voice, and is never a target."""
+    """Whether the clip only sets a voice, and is never a target."""
 
 
 class CorpusFolder:

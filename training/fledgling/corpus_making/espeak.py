@@ -59,7 +59,7 @@ class EspeakSpeaker:
     rate: int
     """Words a minute."""
     gap: int
-    """Between words, in hundredths of a second."""
+    """Pause between words, in hundredths of a second."""
     pitch_range: int
 
     @classmethod

@@ -54,7 +54,7 @@ VOCABULARY = {
 }
 """Phonemes and their numbers, which run on within each string."""
 PUNCTUATION = re.compile(r"""(\s*(?:[;:,.!?—…"“”()](?!(?<=\d.)\d))+\s*)""")
-"""Between words; between two digits it belongs to a number, which espeak-ng reads as one."""
+"""Punctuation between words. Between two digits it belongs to a number, which espeak-ng reads as one."""
 REPAIRS = (("ʲ", "j"), ("r", "ɹ"), ("x", "k"), ("ɬ", "l"))
 """Replacements of English phonemes, as Kokoro's own JavaScript makes them."""
 AFFRICATES = (("tʃ", "ʧ"), ("dʒ", "ʤ"), ("ts", "ʦ"), ("dz", "ʣ"), ("tɕ", "ʨ"), ("dʑ", "ʥ"))
@@ -179,7 +179,7 @@ class Kokoro(ABC):
 
 
 class OnnxKokoro(Kokoro):
-    """On processors, out of the packages."""
+    """Kokoro on CPUs, from the packages that publish it."""
 
     batch_size = 1
 

@@ -53,7 +53,7 @@ class Sizes:
 
 
 def moved(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """On a device, without waiting for what a card is still at work on."""
+    """Copy numbers to a device, without waiting for the work that it still does."""
     found = torch.tensor(numbers)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 

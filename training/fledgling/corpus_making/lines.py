@@ -47,7 +47,7 @@ PIECE_CHARACTERS = 90
 """Characters after which a sentence of the declaration is cut at the next comma: its sentences are paragraphs."""
 
 PLAIN = re.compile(r"[A-Za-z][A-Za-z ,;:.!?'\-]*")
-"""No brackets, abbreviating dots apart from a last one, nor digits: what one can read in one way only."""
+"""Text that can be read in one way only: no brackets, no digits, no dots but a last one."""
 NAME = re.compile(r"[A-Z][a-z]+(?: [A-Z][a-z]+){0,2}")
 NAME_FILES = {"18": "people", "15": "places"}
 """Lexicographer files of WordNet, of whose instances the names are taken."""

@@ -31,7 +31,7 @@ FORMANT_SHARE, FORMANT_FACTORS = 0.5, (0.88, 1.14)
 
 
 def trim(samples: Samples, sample_rate: int, rng: random.Random) -> Samples:
-    """Without most of the silence at both ends; all of a clip that is nothing else."""
+    """Return the clip without most of the silence at both ends. A clip of silence alone is returned as it is."""
     first, last = speech_bounds(samples, sample_rate)
     if last == 0 or rng.random() < UNTRIMMED_SHARE:
         return samples
@@ -62,7 +62,7 @@ def speaker_formant_factor(speaker: str, seed: int) -> float:
 
 
 def _speaker_factor(salt: str, share: float, factors: tuple[float, float]) -> float:
-    """One of the factors, or 1."""
+    """Return a factor between `factors` for a `share` of the speakers, and 1 for the others."""
     rng = random.Random(salt)
     return log_uniform(rng, factors) if rng.random() < share else 1.0
 

@@ -52,7 +52,7 @@ def countries(packages: Path) -> Iterator[str]:
 
 
 def _book_alone(text: str) -> str:
-    """Without what some were published with: it is nothing to read aloud, and bound to a name that is not ours."""
+    """Return the text of a book without its publisher's notice, which is not to be read aloud."""
     return max(AROUND_A_BOOK.split(text), key=len)
 
 

@@ -119,7 +119,7 @@ class HeardRecordings:
             temporary.write_text(json.dumps(self._known, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def words(self, recording: Recording) -> list[HeardWord]:
-        """None of a list of words that was not heard."""
+        """Return the words of a recording; none if it was not recognized."""
         return [HeardWord(*word) for word in self._known.get(recording.id, {"words": ()})["words"]]
 
     def is_understood(self, recording: Recording) -> bool:

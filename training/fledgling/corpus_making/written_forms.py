@@ -28,7 +28,7 @@ TITLES = {
     "Gov.": "Governor",
     "St.": "Saint",
 }
-"""Before a name."""
+"""Titles, which stand before a name."""
 ABBREVIATIONS = TITLES | {
     "Jr.": "Junior",
     "Sr.": "Senior",
@@ -61,7 +61,7 @@ UNITS = {
     "MB": "megabytes",
     "kHz": "kilohertz",
 }
-"""After a number."""
+"""Units, which stand after a number."""
 SPELLED = (
     *("FBI", "CIA", "BBC", "CNN", "USA", "UK", "TV", "PC", "CD", "DVD", "DNA", "CEO", "GPS", "USB", "HTML"),
     *("IBM", "MIT", "NBA", "UFO", "VIP", "PhD", "FAQ", "URL", "HR", "ATM", "SMS", "NYPD", "GDP", "HIV"),
