@@ -43,9 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     home = tmp_path_factory.mktemp("server")
     (home / "ecapa").symlink_to(CURATION)
     private_file(home / sentences.SECRET_FILE, find_secret())
-    with start_server(
-        home, "--no-watermark", "--asr", str(WHISPER), "--speaker-encoder", f"ecapa:{CURATION}/ecapa.safetensors"
-    ) as one:
+    with start_server(home, "--no-watermark", "--asr", str(WHISPER)) as one:
         yield one
 
 
