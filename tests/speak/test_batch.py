@@ -309,7 +309,7 @@ def test_nan_logits_end_their_request_alone_and_leave_nothing_in_its_slot(broken
         )
     for plan in plans:
         alone = SpeechBatch(broken_engine, 1, 256)
-        running = alone.start(plan)
+        running = alone.submit(plan, id=plan.request.id)
         while alone.busy:
             alone.step()
         assert (running.error is not None) == (plan.request.id in failed)

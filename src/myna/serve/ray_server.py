@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from myna.core.errors import ConfigError, SpeakError
-from myna.core.pools import absolute_folder, connect_cluster
+from myna.core.io import absolute_folder
+from myna.core.pools import connect_cluster
 from myna.serve.context import ServerSettings, resolve_sources
 from myna.serve.messages import EngineInfo, EngineSettings
 
