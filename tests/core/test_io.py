@@ -133,6 +133,17 @@ def test_a_folder_is_locked_and_cleared_of_half_written_files(tmp_path: Path) ->
         assert not left[0].exists()
 
 
+def test_a_private_file_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """exFAT and SMB have none."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    assert private_file(tmp_path / "a.key", b"first") == private_file(tmp_path / "a.key", b"second") == b"first"
+    assert (tmp_path / "a.key").stat().st_mode & 0o777 == 0o600 and not list(tmp_path.glob("*.tmp"))
+
+
 def test_threads_that_make_a_private_file_have_the_same_content(tmp_path: Path) -> None:
     """The first requests to a server are signed at the same time, with one new key."""
     start = Barrier(16)

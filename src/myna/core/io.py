@@ -348,7 +348,11 @@ def private_file(path: Path, content: bytes) -> bytes:
         try:
             os.link(temporary, path)  # fails if it exists: the first one stays
         except FileExistsError:
-            return path.read_bytes()
-        return content
+            pass
+        except OSError:  # exFAT and SMB have no hard links
+            with acquire_lock(path.with_name(f".{path.name}.lock")):
+                if not path.is_file():
+                    temporary.replace(path)
+        return path.read_bytes()
     finally:
         temporary.unlink(missing_ok=True)

@@ -190,7 +190,7 @@ async def list_speech_models(context: Context) -> dict[str, Any]:
     return {"models": [{"id": name, "name": name} for name in (context.settings.model, *context.adapters.sources)]}
 
 
-@model_router.get("/v1/models/{name}")
+@model_router.get("/v1/models/{name:path}")
 async def retrieve_model(name: str, context: Context) -> dict[str, Any]:
     context.resolve_model(name)
     return _model_object(context, name)

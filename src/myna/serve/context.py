@@ -128,8 +128,8 @@ OPENAI_VOICES = frozenset(
     ("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse")
 )
 """Default voices of OpenAI's clients: the model's own, unless a voice of that name is stored."""
-OPENAI_MODELS = frozenset(("tts-1", "tts-1-hd", "gpt-4o-mini-tts"))
-"""Default models of OpenAI's clients: the model that is served."""
+OPENAI_MODELS = re.compile(r"(tts-1|tts-1-hd|gpt-4o-mini-tts)(-\d{4}(-\d\d-\d\d)?)?")
+"""Pattern of the models of OpenAI's clients, some of which have dates: the model that is served."""
 
 SHARED_FIELDS = {"language", "temperature", "top_k", "top_p", "max_seconds", "seed", "strength", "speed"}
 """Fields of a body that are fields of `SpeechRequest` too."""
@@ -250,7 +250,7 @@ class ServerContext:
         adapter = name.removeprefix(f"{base}:")
         if adapter in adapters:
             return adapter
-        if name in ("", base) or name in OPENAI_MODELS:
+        if name in ("", base) or OPENAI_MODELS.fullmatch(name):
             return ""
         raise ApiError(
             404,
@@ -353,7 +353,14 @@ class ServerContext:
         """Send takes of one request to the engine, all or none, under the ids of their origins. Its adapter is loaded
         here, where no other request can take its place."""
         if adapter := takes[0].request.adapter:
-            await self.adapters.load(adapter)
+            try:
+                await self.adapters.load(adapter)
+            except ApiError as error:
+                if error.status != 400:
+                    raise
+                log.error("the adapter %s cannot be loaded: %r", adapter, error.message)
+                message = f"the adapter {adapter} cannot be loaded; the log of this server says why"
+                raise ApiError(503, message, code="adapter_unavailable") from None
         return self.client.submit_all([SpeakMessage(take.request, id=take.origin.id) for take in takes])
 
     async def log(self, origin: SpeechOrigin, audio: bytes, **details: Any) -> None:

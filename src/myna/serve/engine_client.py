@@ -190,7 +190,7 @@ class EngineClient:
                     self.send(one)
             case Failure():
                 self.load_failure = message
-                self._fail_all(message)
+                self._fail_all(replace(message, is_users=False))
             case StepReport():
                 self.load = message.load
                 for event in message.events:
@@ -227,7 +227,8 @@ class EngineClient:
         pause = 0.0
         while not self._closing.wait(pause):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_run_engine, args=(self.settings, theirs), name="engine", daemon=True)
+            settings = replace(self.settings, is_restart=self.known is not None)
+            process = context.Process(target=_run_engine, args=(settings, theirs), name="engine", daemon=True)
             process.start()
             theirs.close()
             self._connection, self._process = ours, process

@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from myna.serve import messages
 from myna.serve.messages import EngineInfo, EngineMessage, EngineSettings, Failure, RequestEnd, RequestEvent, WorkerLoad
 from myna.speak.answering import AnswerModel, AudioQuestion
 from myna.speak.batch import MAX_CONTEXT_SECONDS, RunningRequest, SpeechPlan, SpokenSegment
-from myna.speak.engine import Engine, encode_clip
+from myna.speak.engine import AdapterFiles, Engine, encode_clip
 from myna.speak.loading import load_engine
 from myna.speak.request import SpeechRequest
 from myna.text.normalization import normalise_text
@@ -107,7 +107,7 @@ def run_engine(settings: EngineSettings, connection: Connection) -> None:
             event
             for message in received
             if message is not None
-            for event in _attempt(getattr(message, "id", ""), partial(worker.handle, message))
+            for event in _attempt(getattr(message, "id", ""), partial(worker.handle, message), _text_of(message))
         ]
         if worker.busy:
             events += worker.step()
@@ -130,12 +130,16 @@ def _receive(connection: Connection, inbox: SimpleQueue[EngineMessage | None]) -
             return
 
 
-def _attempt(id: str, action: Callable[[], list[RequestEvent]]) -> list[RequestEvent]:
-    """Do something for a request. An error fails this request alone."""
+def _text_of(message: EngineMessage) -> str:
+    return message.request.text if isinstance(message, messages.SpeakMessage) else ""
+
+
+def _attempt(id: str, action: Callable[[], list[RequestEvent]], text: str = "") -> list[RequestEvent]:
+    """Do something for a request with this text. An error fails this request alone."""
     try:
         return action()
     except MynaError as error:
-        return [RequestEnd(id, failure=Failure.of(error))]
+        return [RequestEnd(id, failure=Failure.of(error, text))]
     except Exception:  # noqa: BLE001 - a bug that one request has found must not end all others
         traceback.print_exc(file=sys.stderr)
         return [RequestEnd(id, failure=Failure("the request could not be processed", is_users=False))]
@@ -183,10 +187,18 @@ class SpeechWorker:
         self._device, self._marks = device, settings.watermark
         self._batch = engine.open_batch(settings.rows, settings.positions, adapter_rank=settings.adapter_rank)
         for name, source in settings.adapters.items():
-            engine.load_adapter(name, source)
+            try:
+                engine.load_adapter(name, source)
+            except MynaError as error:
+                if not settings.is_restart:
+                    raise
+                print(f"the adapter {name} is left out: {error.what}", file=sys.stderr, flush=True)
         self._encoder = ReferenceEncoder(engine.codec, device, single_thread=single_thread)
         self._encoding: dict[str, _Encoding] = {}
         self._running: dict[str, RunningRequest] = {}
+        self._loading: dict[str, tuple[str, Future[AdapterFiles]]] = {}
+        """Names of adapters that are being read, by message."""
+        self._reader = ThreadPoolExecutor(1, "adapter reader")
         self._sessions: dict[str, list[SpokenSegment]] = {}
         self._warm_up()
         self.info = EngineInfo(
@@ -198,7 +210,7 @@ class SpeechWorker:
 
     @property
     def busy(self) -> bool:
-        return self._batch.busy or bool(self._encoding)
+        return self._batch.busy or bool(self._encoding or self._loading)
 
     @property
     def load(self) -> WorkerLoad:
@@ -231,11 +243,11 @@ class SpeechWorker:
                 self._batch.cancel(running)
             case messages.EndSessionMessage():
                 self._sessions.pop(message.session, None)
+            case messages.AdapterMessage(source=str(source)):  # which is read beside the steps
+                read = self._reader.submit(self._engine.read_adapter, message.name, source)
+                self._loading[message.id] = message.name, read
             case messages.AdapterMessage():
-                if message.source is not None:
-                    self._engine.load_adapter(message.name, message.source)
-                else:
-                    self._engine.unload_adapter(message.name)
+                self._engine.unload_adapter(message.name)
                 return [RequestEnd(message.id)]
             case messages.AnswerMessage():
                 raise SpeakError("this model speaks, and answers no questions", hint="serve a model that answers")
@@ -243,16 +255,21 @@ class SpeechWorker:
 
     def step(self) -> list[RequestEvent]:
         if not self._batch.busy:
-            wait(
-                {clip for request in self._encoding.values() for clip in request.clips if not clip.done()},
-                POLL_SECONDS,
-                FIRST_COMPLETED,
-            )
+            pending: set[Future[Any]] = {clip for one in self._encoding.values() for clip in one.clips}
+            pending |= {read for _, read in self._loading.values()}
+            wait({one for one in pending if not one.done()}, POLL_SECONDS, FIRST_COMPLETED)
         events: list[RequestEvent] = []
+        for id in [id for id, (_, read) in self._loading.items() if read.done()]:
+            events += _attempt(id, partial(self._add_adapter, id))
         for waiting in [one for one in self._encoding.values() if all(clip.done() for clip in one.clips)]:
             del self._encoding[waiting.message.id]
-            events += _attempt(waiting.message.id, partial(self._submit, waiting))
+            events += _attempt(waiting.message.id, partial(self._submit, waiting), waiting.message.request.text)
         return events + [event for running in self._batch.step() for event in self._report(running)]
+
+    def _add_adapter(self, id: str) -> list[RequestEvent]:
+        name, read = self._loading.pop(id)
+        self._engine.add_adapter(name, read.result())
+        return [RequestEnd(id)]
 
     def _submit(self, waiting: _Encoding) -> list[RequestEvent]:
         """Queue a request whose references are encoded, in its place."""
@@ -281,7 +298,7 @@ class SpeechWorker:
             warnings=tuple(running.warnings),
             input_tokens=len(running.plan.prompt),
             output_tokens=len(codes),
-            failure=Failure.of(running.error) if running.error is not None else None,
+            failure=Failure.of(running.error, request.text) if running.error is not None else None,
         )
         return [*pieces, end]
 

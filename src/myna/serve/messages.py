@@ -38,6 +38,8 @@ class EngineSettings:
     watermark: bool = True
     max_adapters: int = 32
     """Maximum number of adapters loaded at the same time."""
+    is_restart: bool = False
+    """Whether an engine is replaced, which must not fail for an adapter that has gone meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,10 @@ class Failure:
     is_users: bool = True
 
     @staticmethod
-    def of(error: MynaError) -> Failure:
-        return Failure(error.what, error.hint)
+    def of(error: MynaError, text: str = "") -> Failure:
+        """Make a failure of an error, which may name its request by its `text`: logs and answers do not repeat it."""
+        what = error.what
+        return Failure(f"the text{what.removeprefix(text)}" if text and what.startswith(text) else what, error.hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,11 @@ class SpeechSettings(_Body):
         """Accept what clients of other servers send."""
         if not isinstance(data, dict):
             return handler(data)
-        known = {ALIASES.get(name, name): value for name, value in data.items() if name not in IGNORED_FIELDS}
+        known = {
+            ALIASES.get(name, name): value
+            for name, value in data.items()
+            if name not in IGNORED_FIELDS and value is not None  # null is a field that is not given
+        }
         if (format := str(known.get("response_format"))) in FORMAT_ALIASES:
             known["response_format"] = FORMAT_ALIASES[format]
         body = handler(known)

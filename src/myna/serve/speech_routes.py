@@ -250,7 +250,7 @@ class SpeechResponse(Response):
         except ApiError as error:
             if not is_started:
                 raise
-            log.error("request %s failed after its first audio: %s", self._prepared.origin.id, error.message)
+            log.error("request %s failed after its first audio: %r", self._prepared.origin.id, error.message)
             if self._is_sse:
                 await send_body(_event("speech.audio.error", **error.body), more=False)
             # No last chunk is sent, which aborts the connection: raw audio that ended as usual would look complete.

@@ -27,7 +27,7 @@ from myna.core.io import check_output_file
 from myna.data.codec import Codec, Codes, Encoder, Samples
 from myna.data.conversation import AudioClip, Reference, ReferencePlacement, Turn, speech_conversation
 from myna.data.manifest import SPEAKER_TAG
-from myna.models.base import AdapterSlots, Family, RenderedSequence, require_speaking
+from myna.models.base import AdapterSlots, Family, LoraMatrices, RenderedSequence, require_speaking
 from myna.models.files import WeightsMetadata
 from myna.models.ref import ModelRef
 from myna.provenance.credentials import write_speech
@@ -93,6 +93,10 @@ class Speech:
         return f'<audio controls src="data:audio/wav;base64,{base64.b64encode(content).decode()}"></audio>'
 
 
+AdapterFiles = tuple[LoraMatrices, WeightsMetadata, str]
+"""Matrices of an adapter, its metadata, and the hash of its files."""
+
+
 class Engine:
     """A model that speaks, with its codec.
 
@@ -138,6 +142,10 @@ class Engine:
     def load_adapter(self, name: str, source: str | os.PathLike[str]) -> float:
         """Load the LoRA of a run, or an adapter, beside the model's own weights, for requests that name it. Other
         requests continue. Return the largest change of a logit of a test prompt, which must not be 0."""
+        return self.add_adapter(name, self.read_adapter(name, source))
+
+    def read_adapter(self, name: str, source: str | os.PathLike[str]) -> AdapterFiles:
+        """Read an adapter for `add_adapter`, and check it. Another thread may do this while requests are spoken."""
         from myna.speak.loading import read_adapter
 
         if not name:
@@ -146,8 +154,11 @@ class Engine:
             raise SpeakError(
                 f"an adapter named {name} is loaded already", hint="unload it first, or choose another name"
             )
-        ref = ModelRef.find_trained(source, self.family.source)
-        matrices, metadata, files_hash = read_adapter(self, ref)
+        return read_adapter(self, ModelRef.find_trained(source, self.family.source))
+
+    def add_adapter(self, name: str, files: AdapterFiles) -> float:
+        """Put an adapter of `read_adapter` beside the model's weights, as `load_adapter`."""
+        matrices, metadata, files_hash = files
         if self.adapter_slots is None:
             rank = max(len(a) for a, _ in matrices.values())
             self._batch = None  # made anew, with adapters, by the next request; what runs in the old one goes on
@@ -159,7 +170,7 @@ class Engine:
         if not effect > 0:
             slots.unload(name)
             raise SpeakError(
-                f"{source} changes nothing: with it, every logit of a test prompt is what it is without",
+                f"{name} changes nothing: with it, every logit of a test prompt is what it is without",
                 hint="train it for longer, or load a later checkpoint",
             )
         self._adapters[name], self._adapter_hashes[name] = metadata, files_hash
