@@ -49,6 +49,15 @@ def test_options_are_those_of_the_command(name: str) -> None:
     assert used and used <= OPTIONS
 
 
+@pytest.mark.parametrize("name", ["Containerfile", "nginx.conf", "kserve.yaml", "ray.yaml"])
+def test_every_example_sets_a_key(name: str) -> None:
+    text = (DEPLOY / name).read_text(encoding="utf-8")
+    assert "--no-api-key" not in text
+    for command in re.finditer(r"myna serve|podman run|serve run", text):
+        assert "MYNA_API_KEY" in text[: command.end() + 100] or "api_key" in text, command[0]
+    assert "MYNA_API_KEY" in text
+
+
 def test_the_container_file_names_what_there_is(routes: set[str]) -> None:
     given = dict(instructions())
     assert len([name for name, _ in instructions() if name == "FROM"]) == 1 and next(iter(given)) == "FROM"

@@ -165,11 +165,12 @@ class EngineClient:
 
     def send(self, message: EngineMessage) -> None:
         """Send a message, or keep it until the engine is ready."""
-        if self.info is None or self._connection is None:
+        connection = self._connection  # which the thread takes away
+        if self.info is None or connection is None:
             self._unsent.append(message)
             return
         with contextlib.suppress(OSError):  # it has just died: the thread that reads from it will tell
-            self._connection.send(message)
+            connection.send(message)
 
     def cancel(self, job: EngineJob) -> None:
         """End a request whose client has gone."""
