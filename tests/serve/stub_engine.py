@@ -69,7 +69,7 @@ async def stub_server(
     patch.setenv("MYNA_HOME", str(folder))
     patch.setattr(context_module, "EngineClient", StubClient)
     chosen = engine or EngineSettings("fledgling", watermark=False)
-    context = ServerContext.create(ServerSettings(chosen, **settings))
+    context = ServerContext(ServerSettings(chosen, **settings))
     await context.start()
     transport = httpx2.ASGITransport(app=create_app(context), raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as web:

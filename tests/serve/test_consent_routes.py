@@ -44,7 +44,7 @@ def test_an_update_keeps_to_what_was_read_aloud(
     save_text(tmp_path / "consents" / CONSENT.id / CONSENT_FILE, CONSENT.model_dump_json())
 
     async def send() -> tuple[httpx2.Response, httpx2.Response]:
-        context = ServerContext.create(ServerSettings(EngineSettings("fledgling"), voices=tmp_path))
+        context = ServerContext(ServerSettings(EngineSettings("fledgling"), voices=tmp_path))
         transport, url = httpx2.ASGITransport(app=create_app(context)), "http://127.0.0.1:8000"
         async with httpx2.AsyncClient(transport=transport, base_url=url) as web:
             updated = await web.post(f"/v1/audio/voice_consents/{id}", json=body)

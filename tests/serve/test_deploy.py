@@ -30,7 +30,7 @@ OPTIONS = {name for argument in ARGUMENTS for name in (*argument.names, *argumen
 @pytest.fixture
 def routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setenv("MYNA_HOME", str(tmp_path))
-    server = create_app(ServerContext.create(ServerSettings(EngineSettings("fledgling"))))
+    server = create_app(ServerContext(ServerSettings(EngineSettings("fledgling"))))
     return set(server.openapi()["paths"])
 
 

@@ -27,7 +27,7 @@ def test_a_full_collection_visits_no_imports(tmp_path: Path, monkeypatch: pytest
     """A collection stops all streams: 50 ms for the imports of this process, and a gap for a request that just
     began."""
     monkeypatch.setenv("MYNA_HOME", str(tmp_path))
-    context = ServerContext.create(ServerSettings(EngineSettings("fledgling")))
+    context = ServerContext(ServerSettings(EngineSettings("fledgling")))
     monkeypatch.setattr(context, "start", do_nothing)
     monkeypatch.setattr(context, "close", do_nothing)
     app = create_app(context)
@@ -57,7 +57,7 @@ class SlowBody:
 def answer(path: str, content_type: str, receive: SlowBody) -> tuple[int, dict[str, str], dict[str, Any]]:
     """Return status, headers and error of the answer to a POST whose body has no end."""
     settings = ServerSettings(EngineSettings("fledgling"), host="127.0.0.1", port=80)
-    app, sent = create_app(ServerContext.create(settings)), list[Message]()
+    app, sent = create_app(ServerContext(settings)), list[Message]()
     headers = [(b"host", b"127.0.0.1:80"), (b"content-type", content_type.encode())]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
 

@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -198,32 +198,22 @@ class PreparedSpeech:
         return replace(self, request=request, origin=replace(self.origin, seed=request.seed, id=new_id()))
 
 
-@dataclass(eq=False)
 class ServerContext:
     """State of a server, shared by all requests."""
 
-    settings: ServerSettings
-    client: EngineClient
-    metrics: ServerMetrics
-    store: VoiceStore
-    uploads: UploadDecoder
-    adapters: AdapterCatalog
-    id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
-    """Random id that tells servers at one address apart."""
-    started_at: int = field(default_factory=lambda: int(time.time()))
-    voices: dict[str, ReferenceRecording] = field(default_factory=dict)
-    """Recordings of stored voices that were read, by id."""
-    _told: set[str] = field(default_factory=set)
-    """Names of ignored fields that are in the log already."""
-    _weights: dict[str, str] = field(default_factory=dict)
-    """Hashes of trained weights, by source."""
-
-    @classmethod
-    def create(cls, settings: ServerSettings) -> ServerContext:
+    def __init__(self, settings: ServerSettings) -> None:
         check_log()
-        client = EngineClient(settings.engine)
-        store = VoiceStore(settings.voices)
-        return cls(settings, client, ServerMetrics(client), store, UploadDecoder(), AdapterCatalog(client))
+        self.settings, self.client = settings, EngineClient(settings.engine)
+        self.metrics, self.adapters = ServerMetrics(self.client), AdapterCatalog(self.client)
+        self.store, self.uploads = VoiceStore(settings.voices), UploadDecoder()
+        self.id, self.started_at = uuid.uuid4().hex[:8], int(time.time())
+        """Random id that tells servers at one address apart, and the start in seconds since 1970."""
+        self.voices: dict[str, ReferenceRecording] = {}
+        """Recordings of stored voices that were read, by id."""
+        self._told: set[str] = set()
+        """Names of ignored fields that are in the log already."""
+        self._weights: dict[str, str] = {}
+        """Hashes of trained weights, by source."""
 
     async def start(self) -> None:
         self.client.start()

@@ -14,7 +14,6 @@ import logging
 import os
 import random
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -43,13 +42,13 @@ ROUTING_SECONDS = 2.0
 log = logging.getLogger("myna.serve")
 
 
-@dataclass(eq=False)
 class ReplicaContext(ServerContext):
     """State of a replica, which has the adapters of the registry."""
 
-    _version: AdapterVersion = field(default_factory=lambda: AdapterVersion(-1, {}))
-    _failures: dict[str, str] = field(default_factory=dict)
-    _follower: asyncio.Task[None] | None = None
+    def __init__(self, settings: ServerSettings) -> None:
+        super().__init__(settings)
+        self._version, self._failures = AdapterVersion(-1, {}), dict[str, str]()
+        self._follower: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Load the model and all adapters, before Ray sends requests."""
@@ -115,7 +114,7 @@ class SpeechReplica:
     """One server with its engine process."""
 
     async def __init__(self, settings: ServerSettings, started_at: int) -> None:  # type: ignore[misc]
-        self._context = ReplicaContext.create(settings)
+        self._context = ReplicaContext(settings)
         self._context.started_at = started_at
         await self._context.start()
 

@@ -338,7 +338,7 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 def run_server(settings: ServerSettings, listener: socket.socket, on_ready: Callable[[EngineInfo], None]) -> None:
     """Serve on a socket of `bind` until SIGTERM or SIGINT, and then finish current speech within `drain_seconds`.
     `on_ready` is called when the model is loaded and warm. A model that cannot be loaded at the start is an error."""
-    context = ServerContext.create(settings)
+    context = ServerContext(settings)
     config = uvicorn.Config(
         create_app(context),
         http=TimedHttpProtocol,
