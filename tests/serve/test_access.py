@@ -48,6 +48,8 @@ def test_no_prefix_of_a_proxy_gets_around_the_key(prefix: str, kind: str) -> Non
         assert pass_guard(scope) == 401, path
     assert pass_guard({"type": kind, "path": f"{prefix}/health", "root_path": prefix}) == 200
     assert pass_guard({"type": kind, "path": "/speech/health", "root_path": ""}) == 401
+    assert pass_guard({"type": kind, "path": "/health", "root_path": "/"}) == 200
+    assert pass_guard({"type": kind, "path": "/v1/models", "root_path": "/"}) == 401
 
 
 def test_every_route_but_pages_and_monitoring_asks_for_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

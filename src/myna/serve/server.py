@@ -109,9 +109,8 @@ class RequestGuard:
         if (not is_own or is_foreign) and not {origin, "*"} & set(self._origins):
             problem = "requests of pages of other sites are refused (--allow-origin names sites that may ask)"
             raise ApiError(403, problem, code="origin_not_allowed")
-        path = scope["path"].removeprefix(
-            scope.get("root_path", "")
-        )  # as the router sees it: below the prefix that a proxy such as Ray's adds
+        # The path as the router sees it, below the prefix of a proxy such as Ray's.
+        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
         if self._key is not None and path not in OPEN_PATHS:
             kind, _, key = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self._key):
