@@ -175,6 +175,32 @@ def test_an_adapter_that_has_gone_is_told_without_the_folder(
     asyncio.run(run())
 
 
+def test_a_request_does_not_wait_while_another_adapter_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = str(folder / "adapter")
+    named = settings(folder, adapters={"one": source, "two": source}, max_adapters=1)
+
+    async def run() -> None:
+        async with stub_server(tmp_path, monkeypatch, engine=named) as (context, web):
+            client = stub_of(context)
+            client.answer = lambda one: spoken(one) if isinstance(one, SpeakMessage) else []
+            client._receive(StepReport((), 0.0, client.load._replace(adapters=("one", "other"))))
+            body = {"input": "Yes.", "model": "one"}
+            assert (await web.post("/v1/audio/speech", json=body)).status_code == 200
+            waiting = asyncio.create_task(web.post("/v1/audio/speech", json=body | {"model": "two"}))
+            while not any(isinstance(one, AdapterMessage) for one in client.sent):
+                await asyncio.sleep(0.01)
+            (unload,) = (one for one in client.sent if isinstance(one, AdapterMessage))
+            stays = ({"one", "other"} - {unload.name}).pop()
+            assert unload.source is None and context.adapters._is_loaded(stays)
+            await asyncio.wait_for(context.adapters.load(stays), 5)
+            assert not context.adapters._is_loaded(unload.name), "a request for it would come too late"
+            waiting.cancel()
+
+    asyncio.run(run())
+
+
 def test_an_error_does_not_repeat_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -269,6 +269,8 @@ class AdapterCatalog:
         self._client, self._capacity = client, client.settings.max_adapters
         self.sources: dict[str, str] = dict(client.settings.adapters)
         self._last_use: dict[str, float] = {}
+        self._leaving = ""
+        """Adapter that is being unloaded."""
         self._lock = asyncio.Lock()
         first = dict(list(self.sources.items())[: self._capacity])
         client.settings = replace(client.settings, adapters=first)
@@ -292,10 +294,12 @@ class AdapterCatalog:
     async def load(self, name: str) -> None:
         """Load an adapter into the engine, unless it is there."""
         self._last_use[name] = time.monotonic()
+        if self._is_loaded(name):  # which does not wait while another is loaded
+            return
         async with self._lock:
-            loaded = self._client.load.adapters
-            if name in loaded:
+            if self._is_loaded(name):
                 return
+            loaded = self._client.load.adapters
             if len(loaded) >= self._capacity:
                 idle = set(loaded) - self._client.adapters_in_use
                 if not idle:
@@ -306,9 +310,16 @@ class AdapterCatalog:
                 raise ApiError(404, f"the adapter {name} has just been unloaded", code="model_not_found")
             await self._change(name, source)
 
+    def _is_loaded(self, name: str) -> bool:
+        return name in self._client.load.adapters and name != self._leaving
+
     async def _change(self, name: str, source: str | None) -> None:
         client = self._client
-        await client.submit(messages.AdapterMessage(name, source)).result()
+        self._leaving = name if source is None else ""
+        try:
+            await client.submit(messages.AdapterMessage(name, source)).result()
+        finally:
+            self._leaving = ""
         # An engine process that is started again loads them again.
         loaded = {one: self.sources[one] for one in client.load.adapters if one in self.sources}
         client.settings = replace(client.settings, adapters=loaded)
