@@ -178,19 +178,11 @@ def _no_speech(prepared: PreparedSpeech) -> ApiError:
 async def encoded_audio(
     context: ServerContext, prepared: PreparedSpeech, body: SpeechSettings, job: EngineJob
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the audio of a request in the format of its body, as it is generated. It is in the speech log before its
-    last bytes are given out, whatever happens to the server then; and when the caller leaves early."""
+    """Yield the audio of a request in the format of its body, as it is generated. It is in the speech log before the
+    end is told, whatever happens to the server then; and when the caller leaves early."""
     rate = context.sample_rate
     encoder = AudioEncoder(body.response_format, rate, body.output_rate(rate), body.bit_rate)
-    given, is_logged = bytearray(), False
-
-    async def log_once() -> None:
-        nonlocal is_logged
-        if given and not is_logged:
-            is_logged = True
-            reason = job.end.finish_reason if job.end is not None else "cancelled"
-            await asyncio.shield(context.log(prepared.origin, bytes(given), finish_reason=reason))
-
+    given = bytearray()
     try:
         async for pcm in job.pieces():
             given += pcm
@@ -198,13 +190,14 @@ async def encoded_audio(
                 yield data
         if not given:
             raise _no_speech(prepared)
-        await log_once()
         if data := encoder.finish():
             yield data
     finally:
         job.cancel()  # the slot is free at once; the log waits for the disk, and for others that write to it
         encoder.close()
-        await log_once()
+        if given:
+            reason = job.end.finish_reason if job.end is not None else "cancelled"
+            await asyncio.shield(context.log(prepared.origin, bytes(given), finish_reason=reason))
 
 
 class SpeechResponse(Response):
