@@ -230,7 +230,7 @@ def test_the_whole_of_a_long_text_is_left_out_of_errors(folder: Path, capsys: py
     worker = SpeechWorker(engine, settings(folder, positions=256))
     text = "a secret text of many words " * 20
     message = SpeakMessage(SpeechRequest(text, max_seconds=30.0, watermark=False))
-    events = _attempt(message.id, lambda: worker.handle(message), text)
+    events = _attempt(message, lambda: worker.handle(message))
     while worker.busy:
         events += worker.step()
     (end,) = [event for event in events if isinstance(event, RequestEnd)]

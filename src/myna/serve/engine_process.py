@@ -107,7 +107,7 @@ def run_engine(settings: EngineSettings, connection: Connection) -> None:
             event
             for message in received
             if message is not None
-            for event in _attempt(getattr(message, "id", ""), partial(worker.handle, message), _text_of(message))
+            for event in _attempt(message, partial(worker.handle, message))
         ]
         if worker.busy:
             events += worker.step()
@@ -130,15 +130,13 @@ def _receive(connection: Connection, inbox: SimpleQueue[EngineMessage | None]) -
             return
 
 
-def _text_of(message: EngineMessage) -> str:
-    return message.request.text if isinstance(message, messages.SpeakMessage) else ""
-
-
-def _attempt(id: str, action: Callable[[], list[RequestEvent]], text: str = "") -> list[RequestEvent]:
-    """Do something for a request with this text. An error fails this request alone."""
+def _attempt(message: EngineMessage, action: Callable[[], list[RequestEvent]]) -> list[RequestEvent]:
+    """Do something for a message. An error fails this request alone."""
+    id = getattr(message, "id", "")
     try:
         return action()
     except MynaError as error:
+        text = message.request.text if isinstance(message, messages.SpeakMessage) else ""
         return [RequestEnd(id, failure=Failure.of(error, text))]
     except Exception:  # noqa: BLE001 - a bug that one request has found must not end all others
         traceback.print_exc(file=sys.stderr)
@@ -196,8 +194,8 @@ class SpeechWorker:
         self._encoder = ReferenceEncoder(engine.codec, device, single_thread=single_thread)
         self._encoding: dict[str, _Encoding] = {}
         self._running: dict[str, RunningRequest] = {}
-        self._loading: dict[str, tuple[str, Future[AdapterFiles]]] = {}
-        """Names of adapters that are being read, by message."""
+        self._loading: list[tuple[messages.AdapterMessage, Future[AdapterFiles]]] = []
+        """Adapters that are being read."""
         self._reader = ThreadPoolExecutor(1, "adapter reader")
         self._sessions: dict[str, list[SpokenSegment]] = {}
         self._warm_up()
@@ -245,7 +243,7 @@ class SpeechWorker:
                 self._sessions.pop(message.session, None)
             case messages.AdapterMessage(source=str(source)):  # which is read beside the steps
                 read = self._reader.submit(self._engine.read_adapter, message.name, source)
-                self._loading[message.id] = message.name, read
+                self._loading.append((message, read))
             case messages.AdapterMessage():
                 self._engine.unload_adapter(message.name)
                 return [RequestEnd(message.id)]
@@ -256,20 +254,20 @@ class SpeechWorker:
     def step(self) -> list[RequestEvent]:
         if not self._batch.busy:
             pending: set[Future[Any]] = {clip for one in self._encoding.values() for clip in one.clips}
-            pending |= {read for _, read in self._loading.values()}
+            pending |= {read for _, read in self._loading}
             wait({one for one in pending if not one.done()}, POLL_SECONDS, FIRST_COMPLETED)
         events: list[RequestEvent] = []
-        for id in [id for id, (_, read) in self._loading.items() if read.done()]:
-            events += _attempt(id, partial(self._add_adapter, id))
+        while self._loading and self._loading[0][1].done():
+            message, read = self._loading.pop(0)
+            events += _attempt(message, partial(self._add_adapter, message, read))
         for waiting in [one for one in self._encoding.values() if all(clip.done() for clip in one.clips)]:
             del self._encoding[waiting.message.id]
-            events += _attempt(waiting.message.id, partial(self._submit, waiting), waiting.message.request.text)
+            events += _attempt(waiting.message, partial(self._submit, waiting))
         return events + [event for running in self._batch.step() for event in self._report(running)]
 
-    def _add_adapter(self, id: str) -> list[RequestEvent]:
-        name, read = self._loading.pop(id)
-        self._engine.add_adapter(name, read.result())
-        return [RequestEnd(id)]
+    def _add_adapter(self, message: messages.AdapterMessage, read: Future[AdapterFiles]) -> list[RequestEvent]:
+        self._engine.add_adapter(message.name, read.result())
+        return [RequestEnd(message.id)]
 
     def _submit(self, waiting: _Encoding) -> list[RequestEvent]:
         """Queue a request whose references are encoded, in its place."""
