@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from fastapi.responses import JSONResponse
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from myna.core.errors import MynaError
 from myna.provenance.voice_store import DamagedRecordError, NotStoredError
@@ -27,7 +19,6 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 
 
 log = logging.getLogger("myna.serve")
-SERVER_FAILED = "the server has failed; its log says how"
 
 
 class ApiError(Exception):
@@ -64,27 +55,31 @@ class ApiError(Exception):
             return ApiError(503, failure.message, code="engine_error", headers={"retry-after": "2"})
         return ApiError(400, f"{failure.message} ({failure.hint})" if failure.hint else failure.message)
 
+    @staticmethod
+    def of_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+        """Make an error of the first fault of a body. The value is not repeated, since it may be megabytes."""
+        first = errors[0]
+        place = [str(part) for part in first["loc"] if part != "body"]
+        name = ".".join(place) or None
+        if first["type"] == "json_invalid":
+            return ApiError(400, "the body is no JSON")
+        message = first["msg"]
+        if first["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(place[-1], SpeechBody.model_fields, n=1)
+            meant = f"did you mean {close[0]}? " if close else ""
+            message = f"there is no such field; {meant}/docs lists all fields"
+        return ApiError(400, f"{name}: {message}" if name else message, param=name)
+
+    @staticmethod
+    def of_bug() -> ApiError:
+        return ApiError(500, "the server has failed; its log says how")
+
     @property
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, self.headers)
-
-
-def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Make an error of the first fault of a body. The value is not repeated, since it may be megabytes."""
-    first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    name = ".".join(place) or None
-    if first["type"] == "json_invalid":
-        return ApiError(400, "the body is no JSON")
-    message = first["msg"]
-    if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(place[-1], SpeechBody.model_fields, n=1)
-        meant = f"did you mean {close[0]}? " if close else ""
-        message = f"there is no such field; {meant}/docs lists all fields"
-    return ApiError(400, f"{name}: {message}" if name else message, param=name)
 
 
 AudioFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm", "mulaw", "alaw"]
@@ -131,12 +126,6 @@ class _Body(BaseModel):
         if isinstance(value, str) and not is_unicode(value):
             raise ValueError("this is no Unicode text")
         return value
-
-
-def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """Return the header that names fields that were left out."""
-    known = ", ".join(sorted(names))
-    return {"x-ignored-fields": known.encode("ascii", "replace").decode()[:500]} if known else {}
 
 
 class VoiceId(_Body):
@@ -190,7 +179,7 @@ class SpeechSettings(_Body):
     timestamp_granularities: list[Literal["word"]] = Field(
         default=[], max_length=1, description='["word"]: times of the words in events and JSON, as a recogniser hears.'
     )
-    _ignored: tuple[str, ...] = PrivateAttr(default=())
+    _ignored: tuple[str, ...] = ()
 
     @model_validator(mode="wrap")
     @classmethod
@@ -220,6 +209,10 @@ class SpeechSettings(_Body):
     def output_rate(self, sample_rate: int) -> int:
         """Return the sample rate of the audio, where the model has this one."""
         return self.sample_rate or TELEPHONY_RATES.get(self.response_format, sample_rate)
+
+    @property
+    def bit_depth(self) -> int:
+        return 8 if self.response_format in TELEPHONY_RATES else 16
 
     @property
     def ignored(self) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from myna.core.errors import ConfigError, SpeakError
 from myna.serve import catalog_routes, speech_routes
 from myna.serve.context import Context, ServerContext, ServerSettings, is_loopback
 from myna.serve.messages import EngineInfo
-from myna.serve.schemas import SERVER_FAILED, ApiError, validation_error
+from myna.serve.schemas import ApiError
 
 MAX_BODY_BYTES = 32 * 2**20
 """Largest body in bytes: a batch of texts, or a recording in base64 with its transcript."""
@@ -317,14 +317,14 @@ async def refuse(request: Request, error: Exception) -> Response:
         case ApiError():
             return error.response()
         case RequestValidationError():
-            return validation_error(error.errors()).response()
+            return ApiError.of_body(error.errors()).response()
         case HTTPException(__cause__=ApiError() as cause):  # FastAPI's own words for anything that happens to a body
             return cause.response()
         case HTTPException():
             texts = {404: f"there is no {request.url.path[:200]}", 405: f"{request.method} is not for this path"}
             message = texts.get(error.status_code, str(error.detail))
             return ApiError(error.status_code, message, headers=error.headers).response()
-    return ApiError(500, SERVER_FAILED).response()
+    return ApiError.of_bug().response()
 
 
 MAX_CONNECTIONS_PER_REQUEST = 4

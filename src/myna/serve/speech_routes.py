@@ -25,19 +25,7 @@ from myna.provenance.speech_log import SpeechOrigin
 from myna.serve.context import Context, PreparedSpeech, ServerContext, unless_disconnected
 from myna.serve.engine_client import EngineJob
 from myna.serve.messages import EndSessionMessage, RequestEnd
-from myna.serve.schemas import (
-    SERVER_FAILED,
-    TELEPHONY_RATES,
-    ApiError,
-    AudioFormat,
-    BatchItem,
-    SpeechBatchBody,
-    SpeechBody,
-    SpeechSettings,
-    ignored_header,
-    is_unicode,
-    validation_error,
-)
+from myna.serve.schemas import ApiError, AudioFormat, BatchItem, SpeechBatchBody, SpeechBody, SpeechSettings, is_unicode
 from myna.serve.transcoding import MEDIA_TYPES, AudioEncoder, encode_whole
 from myna.text.normalization import normalise_text
 from myna.text.sentences import split_sentences
@@ -95,7 +83,7 @@ async def create_speech_batch(body: SpeechBatchBody, request: Request, context: 
                 failure = error
             except Exception as error:
                 log.error("an item of a batch failed", exc_info=error)
-                failure = ApiError(500, SERVER_FAILED)
+                failure = ApiError.of_bug()
             return _result(item, item.seed, b"", RequestEnd(""), error=failure.body["error"])
 
     spoken = await unless_disconnected(request.receive, asyncio.gather(*map(speak, items))) or []
@@ -106,14 +94,20 @@ async def create_speech_batch(body: SpeechBatchBody, request: Request, context: 
 
 def _results(items: Sequence[dict[str, Any]], ignored: Iterable[str], **counts: int) -> JSONResponse:
     numbered = [{"index": number} | item for number, item in enumerate(items)]
-    return JSONResponse({"results": numbered, **counts}, headers=ignored_header(ignored))
+    return JSONResponse({"results": numbered, **counts}, headers=_ignored_header(ignored))
+
+
+def _ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """Return the header that names fields that were left out."""
+    known = ", ".join(sorted(names))
+    return {"x-ignored-fields": known.encode("ascii", "replace").decode()[:500]} if known else {}
 
 
 def _merge_item(item: BatchItem, defaults: dict[str, Any], number: int) -> SpeechBody:
     try:
         return SpeechBody.model_validate({**defaults, **item.model_dump()})
     except ValidationError as error:
-        problem = validation_error(error.errors(include_url=False))
+        problem = ApiError.of_body(error.errors(include_url=False))
         message, param = f"items.{number}: {problem.message}", f"items.{number}.{problem.param}"
         raise ApiError(400, message, param=param) from None
 
@@ -260,9 +254,9 @@ class SpeechResponse(Response):
             "x-server-id": self._context.id,
             "x-sample-rate": str(self._body.output_rate(self._context.sample_rate)),
             "x-channels": "1",
-            "x-bit-depth": "8" if format in TELEPHONY_RATES else "16",
+            "x-bit-depth": str(self._body.bit_depth),
             "x-watermark": origin.watermark or "none",
-            **ignored_header(self._body.ignored),
+            **_ignored_header(self._body.ignored),
         }
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
@@ -370,7 +364,7 @@ class SpeechSession:
                 try:
                     self._config = SessionConfig.model_validate(message)
                 except ValidationError as error:
-                    raise validation_error(error.errors(include_url=False)) from None
+                    raise ApiError.of_body(error.errors(include_url=False)) from None
             case {"type": "input.text" | "input.done"} if len(self._waiting) >= MAX_WAITING_SENTENCES:
                 raise _session_full(f"{MAX_WAITING_SENTENCES} sentences")
             case {"type": "input.text", "text": str(text)} if is_unicode(text):
