@@ -16,7 +16,7 @@ import myna
 from myna.core.config import AdaptSettings, Recipe, parse_recipe
 from myna.core.errors import CheckpointError, ConfigError, ModelError, MynaError, OutputError, SpeakError
 from myna.core.run_folder import Run
-from myna.models import open_family, save_tiny_model
+from myna.models import SHIPPED, open_family, save_tiny_model
 from myna.models.base import Family
 from myna.models.files import resolve_checkpoint, weight_files
 from myna.models.lora import load_adapter, make_trainable, merge_lora, save_adapter
@@ -97,6 +97,56 @@ def test_a_fully_trained_model_keeps_its_codec(
     assert open_family(str(moved)).codec_source == str(workspace / "model" / "codec")
     again, _ = train_with(model={"source": str(moved), "check_pretrained": False}, train={"steps": 1})
     assert load_engine(ModelRef.find_trained(again.folder), device="cpu").codec.revision == codec.revision
+
+
+def test_a_model_trained_in_full_from_a_shipped_one_opens_on_another_machine(
+    train_with: TrainWith, workspace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The package is installed elsewhere there."""
+    monkeypatch.setitem(SHIPPED, "tiny", workspace / "model")
+    model = {"source": "tiny", "check_pretrained": False}
+    run, _ = train_with(model=model, adapt={"mode": "full"}, train={"steps": 1, "learning_rate": 1e-4})
+    assert json.loads((run.model / "myna.json").read_text())["codec"] == "tiny"
+    monkeypatch.setitem(SHIPPED, "tiny", Path(shutil.copytree(workspace / "model", tmp_path / "installed")))
+    moved = Path(shutil.copytree(run.model, tmp_path / "moved"))
+    assert open_family(str(moved)).codec_source == str(tmp_path / "installed" / "codec")
+    assert myna.load(moved, device="cpu").engine.codec.sample_rate == 24_000
+    myna.convert(moved, tmp_path / "converted")
+    assert open_family(str(tmp_path / "converted")).codec_source == str(tmp_path / "installed" / "codec")
+
+
+def test_the_codec_folder_of_another_machine_is_named_with_its_key(workspace: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(workspace / "model", tmp_path / "moved"))
+    codec = shutil.move(moved / "codec", tmp_path / "codec")
+    (moved / "myna.json").write_text(json.dumps({"codec": "/elsewhere/myna/models/fledgling/codec"}))
+    with pytest.raises(ModelError, match=r"myna\.json: `codec` is /elsewhere/.*codec, which is not on") as caught:
+        myna.load(moved, device="cpu")
+    assert f"copy that folder to {moved}/codec" in caught.value.hint and "fledgling" in caught.value.hint
+    assert open_family(str(moved), codec=str(codec)).load_encoder().sample_rate == 24_000
+    shutil.copytree(codec, moved / "codec")
+    assert myna.load(moved, device="cpu").engine.codec.sample_rate == 24_000
+
+
+@pytest.mark.parametrize(("asked", "saved"), [("stored", torch.float16), ("fp32", torch.float32)])
+def test_a_model_trained_in_full_is_saved_as_its_base_is_stored(
+    train_with: TrainWith, workspace: Path, tmp_path: Path, asked: str, saved: torch.dtype
+) -> None:
+    family = open_family(str(workspace / "model"))
+    base = family.load_model(dtype=torch.float16, device="cpu", text_head=False)
+    family.save_model(base, tmp_path / "base", codec=workspace / "model" / "codec")
+    run, _ = train_with(
+        model={"source": str(tmp_path / "base"), "check_pretrained": False},
+        adapt={"mode": "full", "save_precision": asked},
+        train={"steps": 2, "learning_rate": 1e-3, "precision": "fp32"},
+    )
+    (file,) = run.model.glob("*.safetensors")
+    assert {tensor.dtype for tensor in load_file(file).values()} == {saved}
+    assert json.loads((run.model / "config.json").read_text())["dtype"] == str(saved).removeprefix("torch.")
+    size = sum(file.stat().st_size for file in (tmp_path / "base").glob("*.safetensors"))
+    assert file.stat().st_size == pytest.approx(size * saved.itemsize / 2, rel=0.02)
+    state = load_file(next((run.folder / "checkpoints").iterdir()) / "state.safetensors")
+    assert {x.dtype for name, x in state.items() if name.startswith("weight/")} == {torch.float32}, "to go on exactly"
+    assert myna.load(run.folder, device="cpu")
 
 
 # Unpinned files

@@ -157,6 +157,8 @@ class AdaptSettings(Settings):
     freeze: tuple[str, ...] = ()
     """Groups that stay frozen in mode `full`: `text_embedding`, `audio_embedding`, `attention`, `text_ffn`,
     `audio_ffn`, `norms`, `text_head`, `audio_head`."""
+    save_precision: Literal["stored", "fp32"] = "stored"
+    """Precision that a model trained in mode `full` is saved in: that of the base model's files, or fp32."""
 
 
 class LossSettings(Settings):

@@ -8,6 +8,7 @@ Accelerate and the training loop can wrap them. A `SpeakingFamily` generates cod
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,7 +25,7 @@ from torch import nn
 from myna.core.errors import ModelError
 from myna.data.codec import Codec, Encoder
 from myna.data.conversation import Conversation
-from myna.models.files import load_tokenizer
+from myna.models.files import load_tokenizer, stored_tensors
 
 if TYPE_CHECKING:
     from myna.models.family_parts import ModulePatterns, PromptRenderer
@@ -231,6 +232,13 @@ class Family(ABC):
     def has_weights(self) -> bool:
         """Whether there are weights to load; a built-in configuration has none."""
         return self.folder is not None
+
+    @cached_property
+    def stored_dtype(self) -> torch.dtype:
+        """Type of the largest tensor in the files of the checkpoint; fp32 for any that is not a half precision."""
+        largest = max(stored_tensors(self._require_folder()), key=lambda tensor: math.prod(tensor.shape))
+        dtype: torch.dtype = largest.read().dtype
+        return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
 
     def check_weights(self) -> str:
         """Check names and shapes of all tensors without reading one, and return a summary for the user."""

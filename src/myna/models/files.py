@@ -74,11 +74,14 @@ def resolve_checkpoint(source: str, revision: str | None) -> Path:
 
 
 def absolute_source(source: str) -> str:
-    """Return a source that opens from any working directory: the full path of a folder, or the hub name as it is."""
-    from myna.models import is_model_name
+    """Return a source that opens from any working directory: the full path of a folder, or a hub name as it is. The
+    folder of a shipped model or of its codec becomes that model's name, which opens on other machines too."""
+    from myna.models import SHIPPED, is_model_name
 
-    folder = Path(source).expanduser()
-    return str(folder.absolute()) if folder.is_dir() and not is_model_name(source) else source
+    folder = Path(source).expanduser().absolute()
+    if is_model_name(source) or not folder.is_dir():
+        return source
+    return next((name for name, own in SHIPPED.items() if folder in (own, own / "codec")), str(folder))
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -359,7 +362,7 @@ class WeightsMetadata(Settings):
     text_head: bool | None = None
     """Whether the base model was loaded with its text head; None if unknown."""
     codec: str | None = None
-    """Hub name or folder of the codec; None is the base model's own."""
+    """Hub name or folder of the codec, or name of a shipped model that has it; None is the base model's own."""
     reference_placement: Literal["turn", "system"] = "turn"
     scene: str = ""
     """Scene of most of the training data."""

@@ -162,7 +162,7 @@ class CheckpointManager:
 
     def _save_weights(self, model: nn.Module, folder: Path) -> None:
         if self.trainer.recipe.adapt.mode == "full":
-            expected = self.trainer.family.save_model(model, folder)
+            expected = self.trainer.family.save_model(self._in_saved_precision(model), folder)
         else:
             save_adapter(model, folder)
             expected = adapter_state_dict(model)
@@ -172,6 +172,20 @@ class CheckpointManager:
             # The codec is not saved with the model, which would otherwise ask for the released one.
             metadata = metadata.model_copy(update={"codec": absolute_source(self.trainer.family.codec_source)})
         save_metadata(folder, metadata)
+
+    def _in_saved_precision(self, model: nn.Module) -> nn.Module:
+        """Return a copy of the model in host memory, in the precision it is saved in."""
+        trainer, family = self.trainer, self.trainer.family
+        dtype = family.stored_dtype if trainer.recipe.adapt.save_precision == "stored" else torch.float32
+        state: dict[str, torch.Tensor] = {name: x.to("cpu", dtype) for name, x in model.state_dict().items()}
+        if broken := [name for name, tensor in state.items() if not tensor.isfinite().all()]:
+            raise TrainingError(
+                f"weights overflow in {dtype}, the precision of {family.source}: {format_names(broken)}",
+                hint="--set adapt.save_precision=fp32",
+            )
+        saved = family.load_model(dtype=dtype, device="meta", text_head=trainer.recipe.needs_text_head)
+        saved.load_state_dict(state, assign=True)
+        return saved
 
     def _gather_tensors(self) -> dict[str, torch.Tensor]:
         """Gather trained weights, optimizer state and EMA in host memory of rank 0, and the random states of all

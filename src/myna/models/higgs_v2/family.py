@@ -15,9 +15,9 @@ from myna.core.device import supports_triton, why_no_triton
 from myna.core.errors import ModelError
 from myna.data.codec import Codec
 from myna.data.conversation import AudioClip, Conversation, Reference, speech_conversation
-from myna.models import base, open_codec
+from myna.models import SHIPPED, base, open_codec
 from myna.models.family_parts import ModulePatterns
-from myna.models.files import read_metadata
+from myna.models.files import METADATA_FILE, read_metadata
 from myna.models.higgs_v2 import checkpoint
 from myna.models.higgs_v2.batch import HiggsBatch, collate
 from myna.models.higgs_v2.codec import RELEASED_CODEC
@@ -99,12 +99,23 @@ class HiggsV2(base.SpeakingFamily):
 
     @property
     def codec_source(self) -> str:
-        if self._codec or self.folder is None:
-            return self._codec or RELEASED_CODEC
-        included, metadata = self.folder / "codec", read_metadata(self.folder)
-        if included.is_dir():
-            return str(included)
-        return (metadata.codec if metadata is not None else None) or RELEASED_CODEC
+        if self._codec is None and self.folder is not None and (self.folder / "codec").is_dir():
+            return str(self.folder / "codec")
+        named = self._codec or self._recorded_codec() or RELEASED_CODEC
+        return str(SHIPPED[named] / "codec") if named in SHIPPED else named
+
+    def _recorded_codec(self) -> str | None:
+        """Return the codec that the metadata of the weights name; raise an error if it is a folder that is not here."""
+        metadata = None if self.folder is None else read_metadata(self.folder)
+        if metadata is None or metadata.codec is None:
+            return None
+        if Path(metadata.codec).is_absolute() and not Path(metadata.codec).is_dir():
+            raise ModelError(
+                f"{self.folder}/{METADATA_FILE}: `codec` is {metadata.codec}, which is not on this machine",
+                hint=f"copy that folder to {self.folder}/codec, or correct `codec`: the name of a shipped model, such "
+                "as fledgling, if it was trained from that; a hub name; or a folder",
+            )
+        return metadata.codec
 
     def load_codec(self, *, device: torch.device | str = "cpu") -> Codec:
         codec = open_codec(self.codec_source, device=device)
