@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -21,6 +23,20 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # Keys, the speech log and stored voices of the person who runs the tests are none of theirs.
 os.environ["MYNA_HOME"] = tempfile.mkdtemp(prefix="myna-home-")
 atexit.register(shutil.rmtree, os.environ["MYNA_HOME"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def torch_settings_are_kept() -> Iterator[None]:
+    """A test that leaves torch's settings changed fails, in place of those after it."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    from tests.torch_settings import restored_settings, torch_settings
+
+    with restored_settings() as before:
+        yield
+        changed = {name: value for name, value in torch_settings().items() if value != before[name]}
+        assert not changed, f"torch's settings were left changed, from {before}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,11 +16,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+import myna
 from myna.core.config import AdaptSettings, Recipe, dump_recipe, load_recipe
 from myna.core.errors import ConfigError, TrainingError
 from myna.data.loader import Shard
 from myna.models import open_family
 from myna.models.base import Batch, Family, RenderedSequence, get_base_model
+from myna.models.codecs import full_precision
 from myna.models.higgs_v2 import forward
 from myna.models.higgs_v2.codec import HiggsCodec
 from myna.models.higgs_v2.forward import HiggsObjective
@@ -33,6 +35,7 @@ from myna.train.loss import term_weights
 from myna.train.memory_plan import LargestBatch, plan_memory
 from myna.train.precision import Precision, PrecisionName, choose_precision
 from myna.train.trainer import Trainer
+from tests.torch_settings import restored_settings, torch_settings
 
 from .conftest import TrainWith
 from .tiny_setup import cloning, load, make_recipe, stock_inputs, train_run
@@ -48,13 +51,22 @@ gpu = pytest.mark.gpu
 def card() -> Iterator[torch.device]:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    free_garbage()
     yield torch.device("cuda", 0)
+    free_garbage()
+
+
+def free_garbage() -> None:
+    """Free what earlier tests left on the card, which would otherwise be freed while memory is measured."""
+    gc.collect()
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 @contextmanager
 def part_of(card: torch.device, share: float) -> Iterator[None]:
-    """A card with room for so much of what the last training took at its peak, beside what it holds anyway."""
+    """A card with room for so much of what the last training took at its peak, beside what it holds anyway. What was
+    garbage at its beginning would count as taken; `card` has freed it."""
     gc.collect()
     torch.cuda.empty_cache()
     held, total = torch.cuda.memory_allocated(card), torch.cuda.get_device_properties(card).total_memory
@@ -216,6 +228,33 @@ def test_a_run_with_trained_norms_and_embeddings_trains_in_bf16(train_with: Trai
         assert one["loss"] == pytest.approx(other["loss"], rel=0.02)
 
 
+# Settings of the process
+
+
+@pytest.mark.parametrize("asked", ["medium", "highest"])
+def test_no_command_changes_the_precision_of_the_process(train_with: TrainWith, asked: str) -> None:
+    with restored_settings():
+        torch.set_float32_matmul_precision(asked)
+        torch.backends.cudnn.benchmark = asked == "medium"
+        before = torch_settings()
+        run, _ = train_with(train={"steps": 1, "learning_rate": 1e-2})
+        assert torch_settings() == before, "training"
+        voice = myna.load(run.folder, device="cpu")
+        assert torch_settings() == before, "loading"
+        voice.speak("One.", max_seconds=0.5)
+        codec = voice.engine.codec
+        codec.decode(codec.encode(np.zeros((1, 4 * codec.hop), np.float32))[0])
+        assert torch_settings() == before, "speaking, encoding, decoding"
+        with full_precision(torch.device("cuda")):
+            inside = torch_settings()
+        assert inside["float32_matmul_precision"] == "highest" and not inside["cudnn.allow_tf32"]
+        assert torch_settings() == before, "a codec on a card"
+        myna.verify(run, device="cpu", quick=True)
+        assert torch_settings() == before, "verifying"
+        myna.doctor()
+        assert torch_settings() == before, "the doctor"
+
+
 # Tensors on two devices
 
 
@@ -342,7 +381,7 @@ def test_recomputing_saves_memory_on_a_gpu(card: torch.device, family: Family, t
     def most(recompute: int) -> int:
         model = make_trainable(load(wide, torch.bfloat16).to(card), wide, WITH_HEADS)
         objective = wide.objective(model, recompute=recompute).train()
-        torch.cuda.reset_peak_memory_stats(card)
+        free_garbage()
         before = torch.cuda.memory_allocated(card)
         with torch.autocast("cuda", torch.bfloat16):
             objective(batch).sums.sum().backward()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from corpus_making.held_out import is_held_out
 from myna.core.errors import CheckpointError, DataError, TrainingError
 from myna.data.manifest import Span, Utterance, write_manifest
 from myna.models.mel_codec import ConvNeXtBlock, MelCodec, MelCodecNetwork, ResidualVectorQuantizer, mel_filters
+from tests.torch_settings import torch_settings
 
 CPU = torch.device("cpu")
 KNOWN = [name for name in (f"anna{n}" for n in range(30)) if not is_held_out(name)][:3]
@@ -656,3 +657,27 @@ def test_speech_is_compared_in_the_hidden_states_of_a_recogniser(folder: Path, t
     assert all("speech" not in row for row in history(tmp_path / "plain"))
     with pytest.raises(SystemExit, match="export_speech_encoder"):
         run(folder, tmp_path / "none", "--steps", "1", "--speech-encoder", str(tmp_path / "no.safetensors"))
+
+
+# Settings of the process
+
+
+@pytest.mark.parametrize("error", [None, ValueError("stopped")])
+def test_a_training_on_a_card_leaves_the_precision_of_the_process(error: Exception | None) -> None:
+    """A codec that is opened afterwards would multiply as TF32, and its samples would differ by 0.02."""
+    before = torch_settings()
+    with suppress(ValueError), train_codec.fast_products(torch.device("cuda")):
+        during = torch_settings()
+        if error is not None:
+            raise error
+    assert during["float32_matmul_precision"] == "high" and during["cudnn.allow_tf32"] and during["cudnn.benchmark"]
+    assert torch_settings() == before
+
+
+def test_the_settings_of_a_training_are_restored_by_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(train_codec, "train", lambda _: seen.append(torch.get_float32_matmul_precision()))
+    train_codec.main(["--out", str(tmp_path), "--source", str(tmp_path), "--steps", "1", "--device", "cuda"])
+    assert seen == ["high"] and torch.get_float32_matmul_precision() == "highest"

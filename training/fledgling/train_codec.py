@@ -13,7 +13,8 @@ import argparse
 import math
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,9 +82,26 @@ MIN_RATE_SHARE = 0.02
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     try:
-        train(options)
+        with fast_products(torch.device(options.device)):
+            train(options)
     except MynaError as error:
         sys.exit(f"{error}")
+
+
+@contextmanager
+def fast_products(device: torch.device) -> Iterator[None]:
+    """Let a GPU multiply fp32 as TF32, with the fastest convolutions. These settings belong to the process, and are
+    restored: a codec that is opened after the training in the same process would compute other samples."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +179,6 @@ def train(options: argparse.Namespace) -> None:
     budget = TrainingBudget.of(options)
     _check(options)
     device = torch.device(options.device)
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
-
     config = SIZES[options.size]
     train_clips, held_out = read_sources(options, config.sample_rate)
     before = read_progress(options.out)

@@ -6,8 +6,10 @@ import copy
 from itertools import takewhile
 from typing import Any
 
+import pytest
 import torch
 
+from myna.core.errors import ModelError
 from myna.data.codec import Samples
 from myna.data.conversation import Conversation
 from myna.data.pronunciation import ParsedAnswers, answer_grammar, read_answer
@@ -60,6 +62,14 @@ def test_an_answer_ends_where_the_model_ends_it(family: Phi4, model: Any, left_o
     with torch.no_grad():
         model.lm_head.weight[end] = 2
     assert [tuple(answer) for answer in family.answer(model, prompts, 3)] == [("", [], True)] * 2
+
+
+def test_nan_logits_are_an_error_and_no_answer(family: Phi4, model: Any, left_open: list[Conversation]) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    for grammar in (None, answer_grammar()):
+        with pytest.raises(ModelError, match="logits are not finite"):
+            family.answer(model, [family.render(left_open[0])], 150, grammar)
 
 
 def test_constrained_answers_can_be_parsed(family: Phi4, model: Any, left_open: list[Conversation]) -> None:

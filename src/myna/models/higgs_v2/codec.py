@@ -382,6 +382,8 @@ class WindowDecoder:
         self._decoder = BatchedDecoder(model).eval()
         self._hop: int = model.config.hop_length
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        if self._stream is not None:  # the weights above are still being computed
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         self._graphs: dict[tuple[int, int], tuple[Any, Tensor, Tensor, Tensor]] = {}
         self._pool: Any = None
 

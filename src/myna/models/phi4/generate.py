@@ -161,6 +161,11 @@ def generate(
     stopped = [False] * len(generated)
     for _ in range(max_tokens):
         logits = core.lm_head(core.model.norm(hidden).to(compute_dtype(core))).float()
+        if not logits.isfinite().all():
+            raise ModelError(
+                "the model's logits are not finite, so no answer can be read from them",
+                hint="check its weights with `myna verify`; a GPU without bf16 may overflow in fp16: --device cpu",
+            )
         chosen = logits.argmax(-1).tolist() if decoder is None else decoder.choose(logits)
         for number, id in enumerate(chosen):
             stopped[number] = stopped[number] or id in eos_ids
