@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tools.recipe_reference import describe
 
 from myna.core.config import (
-    FOREIGN_NAMES,
     AdaptSettings,
     DataSettings,
     LossSettings,
@@ -26,6 +25,7 @@ from myna.core.config import (
     valid_keys,
 )
 from myna.core.errors import ConfigError
+from myna.core.setting_names import FOREIGN_NAMES
 from myna.models import is_model_name
 from myna.models.files import absolute_source
 

@@ -63,9 +63,10 @@ def run(words: Sequence[str], *, shown: bool = False) -> int:
         if isinstance(error, MissingArgumentError) and error.argument is not None:
             what, lists = f"{error.argument.name} is missing", "says what it is"
         if isinstance(error, UnknownOptionError) and words[:1] == ["train"]:
-            from myna.core.config import own_setting
+            from myna.core.config import valid_keys
+            from myna.core.setting_names import own_setting
 
-            if ours := own_setting((error.token.keyword or error.token.value).partition("=")[0]):
+            if ours := own_setting((error.token.keyword or error.token.value).partition("=")[0], valid_keys()):
                 lists = f"lists the options; here it is {ours}"
         _show_error(what, f"{' '.join(['myna', *app.parse_commands(words)[0], '--help'])} {lists}")
         return 2
