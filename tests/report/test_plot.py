@@ -101,3 +101,11 @@ def test_a_running_mean_starts_at_the_first_value() -> None:
     assert [y for _, y in smooth_curve([(1, 5.0), (2, 5.0), (3, 5.0)], 0.9)] == pytest.approx([5.0, 5.0, 5.0])
     falling = smooth_curve([(step, 10.0 - step) for step in range(10)], 0.5)
     assert [y for _, y in falling] == sorted((y for _, y in falling), reverse=True)
+
+
+def test_values_that_differ_by_rounding_alone_are_drawn_as_equal() -> None:
+    """The smoothed first loss differs from the loss in the last digit."""
+    image, _ = drawn(
+        line_plot([Curve("c", [(1, 5.666077613831), (2, 5.666077613831 + 1e-15)])], title="t", x_label="x", y_label="y")
+    )
+    assert image is not None

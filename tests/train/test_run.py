@@ -100,6 +100,14 @@ def test_what_is_recorded_is_added(tmp_path: Path, recipe: Recipe) -> None:
 # Going on
 
 
+def test_a_run_counted_in_steps_can_go_on_counted_in_epochs(tmp_path: Path, recipe: Recipe) -> None:
+    folder = Run.create(tmp_path / "run", recipe).folder
+    longer = Run.open(folder, ["train.epochs=2"])
+    assert (longer.recipe.train.steps, longer.recipe.train.epochs) == (None, 2.0)
+    longer.save_length()
+    assert Run.open(folder).recipe == longer.recipe
+
+
 def test_later_steps_are_forgotten(tmp_path: Path, recipe: Recipe) -> None:
     run = Run.create(tmp_path / "run", recipe)
     for step in range(1, 6):

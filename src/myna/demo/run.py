@@ -47,6 +47,7 @@ from myna.text.normalization import alphanumeric
 from myna.train.launch import start_training
 from myna.train.loop import TrainingObserver
 from myna.train.memory_plan import peak_memory
+from myna.train.run_report import collect_curves, loss_plot
 
 BUNDLED = Path(__file__).parent / "recordings"
 """Three minutes of a voice that fledgling was not trained on; some clips are marked `held_out`."""
@@ -74,8 +75,6 @@ IMPORTED_FILES = {"manifest.jsonl", "rejected.jsonl", "media"}
 SCORES_FOLDER = "evaluation"
 BEFORE, AFTER = "before", "after"
 SHOWN_METRICS = ("similarity", "wer", "loop_rate", "distillmos", "stop_rate")
-LOSS_DECAY = 0.85
-"""Decay of the moving average of the training loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +439,7 @@ def demo_page(result: DemoResult) -> str:
             "note",
         ),
         page.heading("Loss"),
-        _loss_plot(result.losses),
+        loss_plot(collect_curves(result.losses)),
         page.heading("Go on"),
         page.paragraph("The same with your own recordings, each beside a text file of the same name:"),
         page.code("myna demo --voice FOLDER --out demo-mine"),
@@ -463,19 +462,6 @@ def demo_page(result: DemoResult) -> str:
         page.footer(origin),
     ]
     return page.render_page(f"Myna demo: {speaker}", sections)
-
-
-def _loss_plot(rows: Sequence[Mapping[str, Any]]) -> page.Section:
-    # A loss that was not finite is None.
-    train = [(float(row["step"]), float(row["loss"])) for row in rows if row.get("loss") is not None]
-    evaluations = [(float(row["step"]), row["evaluation"]["loss"]) for row in rows if "evaluation" in row]
-    evaluation = [(step, float(loss)) for step, loss in evaluations if loss is not None]
-    curves = [
-        page.Curve("training, every step", train, "faint"),
-        page.Curve("training, smoothed", page.smooth_curve(train, LOSS_DECAY)),
-        page.Curve("evaluation, on the held-out texts", evaluation, "dots", color=1),
-    ]
-    return page.line_plot(curves, title="Loss while training", x_label="optimizer step", y_label="loss")
 
 
 def _minutes(seconds: float) -> str:

@@ -290,7 +290,7 @@ def smooth_curve(points: Sequence[tuple[float, float]], decay: float) -> list[tu
 
 def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Choose about `count` round numbers; the first is at most `low`, the last at least `high`."""
-    if high <= low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # equal but for rounding
         low, high = low - 0.5, low + 0.5
     rough = (high - low) / count
     size = 10 ** math.floor(math.log10(rough))

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from myna.core.run_folder import Run
@@ -14,7 +14,7 @@ PAGE_SECONDS = 30.0
 """Seconds between two versions of the page."""
 MAX_POINTS = 1000
 """Maximum number of points that a curve is drawn with."""
-SMOOTHING = 0.95
+SMOOTHING = 0.9
 """Decay of the running mean in the loss curve."""
 RELOAD = "setTimeout(() => location.reload(), 60000)"
 """Script that shows the newest version of the page while the run trains."""
@@ -28,13 +28,12 @@ class RunReport:
         self.run, self.steps, self.step = run, steps, done
         self._first, self._start = done, time.monotonic()
         self._next_line, self._next_page = self._start + LINE_SECONDS, self._start
-        self._curves: defaultdict[str, Points] = defaultdict(list)
-        for row in run.read_metrics():
-            self._keep(row)
+        self._curves = collect_curves(run.read_metrics())
 
     def add(self, row: dict[str, Any]) -> str | None:
         """Add a row, and write the page now and then; return a line about the row where one is due."""
-        self._keep(row)
+        self.step = max(self.step, row["step"])
+        _add_points(self._curves, row)
         if time.monotonic() >= self._next_page:
             self.write(RELOAD)
             self._next_page = time.monotonic() + PAGE_SECONDS
@@ -70,15 +69,10 @@ class RunReport:
             for title, points in (("loss", curves["loss"]), ("evaluation loss", curves["evaluation"]))
             if points
         ]
-        loss = [
-            page.Curve("training, every step", _thin(curves["loss"]), "faint"),
-            page.Curve("training, smoothed", _thin(page.smooth_curve(curves["loss"], SMOOTHING))),
-            page.Curve("evaluation", curves["evaluation"], "dots", color=1),
-        ]
         sections = [
             page.heading(self.run.recipe.name, 1),
             page.figures(numbers),
-            page.line_plot(loss, title="Loss", x_label="optimizer step", y_label="loss"),
+            loss_plot(curves),
             self._plot("gradient_norm", "Gradient norm, before it is clipped"),
             self._plot("learning_rate", "Learning rate"),
         ]
@@ -91,17 +85,32 @@ class RunReport:
         curve = page.Curve(title, _thin(self._curves[key]))
         return page.line_plot([curve], title=title, x_label="optimizer step", y_label="")
 
-    def _keep(self, row: dict[str, Any]) -> None:
-        """Keep the numbers of a row that are drawn. A number that is not finite has no place on a page."""
-        self.step = max(self.step, row["step"])
-        values = {key: row.get(key) for key in ("loss", "gradient_norm", "learning_rate")}
-        values |= {
-            "evaluation": row.get("evaluation", {}).get("loss"),
-            "score": row.get("speech_eval", {}).get("score"),
-        }
-        for key, value in values.items():
-            if value is not None and math.isfinite(value):
-                self._curves[key].append((float(row["step"]), float(value)))
+
+def collect_curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Points]:
+    """Collect the numbers that are drawn from rows of metrics.jsonl, by name."""
+    curves: dict[str, Points] = {key: [] for key in ("loss", "gradient_norm", "learning_rate", "evaluation", "score")}
+    for row in rows:
+        _add_points(curves, row)
+    return curves
+
+
+def _add_points(curves: Mapping[str, Points], row: Mapping[str, Any]) -> None:
+    """Add the numbers of a row to the curves. One that is not finite has no place on a page."""
+    values = {"evaluation": row.get("evaluation", {}).get("loss"), "score": row.get("speech_eval", {}).get("score")}
+    for key, points in curves.items():
+        value = values.get(key, row.get(key))
+        if value is not None and math.isfinite(value):
+            points.append((float(row["step"]), float(value)))
+
+
+def loss_plot(curves: Mapping[str, Points]) -> page.Section:
+    """Draw the loss of training and evaluation."""
+    drawn = [
+        page.Curve("training, every step", _thin(curves["loss"]), "faint"),
+        page.Curve("training, smoothed", _thin(page.smooth_curve(curves["loss"], SMOOTHING))),
+        page.Curve("evaluation, on the held-out data", curves["evaluation"], "dots", color=1),
+    ]
+    return page.line_plot(drawn, title="Loss while training", x_label="optimizer step", y_label="loss")
 
 
 def _thin(points: Points) -> Points:
