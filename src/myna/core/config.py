@@ -158,7 +158,7 @@ class TrainSettings(Settings):
     epochs: Positive | None = None
     """Passes over the data. Give this or `steps`."""
     steps: Count | None = None
-    """Optimizer steps. Give this or `epochs`."""
+    """Optimizer steps. Give this or `epochs`; `--set` of one replaces the other in the recipe."""
     batch_size: Count = 8
     """Packed rows per optimizer step, over all processes and gradient accumulation."""
     micro_batch_size: Count = 1
@@ -166,7 +166,7 @@ class TrainSettings(Settings):
     learning_rate: Positive = 1e-4
     """Peak learning rate, after the warm-up."""
     warmup: Annotated[float, Field(ge=0)] = 0.03
-    """Warm-up in optimizer steps, or as a share of all steps below 1."""
+    """Warm-up in optimizer steps, or as a share of all steps below 1. Longer than the run, it is half of it."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""
     final_learning_rate_ratio: Share = 0.0
