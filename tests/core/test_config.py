@@ -429,3 +429,9 @@ def test_every_key_is_in_the_reference_and_says_something() -> None:
 def test_the_reference_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "reference" / "recipe.md").read_text(encoding="utf-8")
     assert page == describe(), "python tools/recipe_reference.py > docs/reference/recipe.md"
+
+
+def test_a_wrong_value_is_answered_with_what_the_setting_means(recipe: Path) -> None:
+    """No file is named that an installed package does not have."""
+    assert "change `train.schedule`: Decay of the learning rate" in refused(recipe, "train.schedule=cos").hint
+    assert "docs/" not in refused(recipe, "data.seconds=[0, 1]").hint

@@ -56,7 +56,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, recipe: Rec
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(TrainingError, match="already holds a run") as caught:
         Run.create(tmp_path, recipe)
-    assert "--out" in caught.value.hint
+    assert "--out" in caught.value.hint and f"myna train --resume {tmp_path}" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 

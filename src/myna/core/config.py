@@ -468,9 +468,19 @@ def _explained(error: ValidationError, where: str, root: type[Settings]) -> Conf
             hints.append("write it in quotes")
         else:
             lines.append(f"{where}: `{key}`{items.rstrip(',')}: {problem['msg']} (got {problem['input']!r})")
-            page = "; docs/reference/recipe.md says what it takes" if root is Recipe else ""
-            hints.append(f"change `{key}`{page}")
+            meaning = " ".join((_describe_setting(key, root) or "").split())
+            hints.append(f"change `{key}`" + (f": {meaning}" if meaning else ""))
     return ConfigError("\n".join(dict.fromkeys(lines)), hint="; ".join(dict.fromkeys(hints)))
+
+
+def _describe_setting(key: str, root: type[Settings]) -> str | None:
+    """Return the description of a setting; None for a part of one."""
+    name, _, rest = key.partition(".")
+    field = root.model_fields.get(name)
+    if field is None or not rest:
+        return field.description if field is not None else None
+    group = settings_group(field.annotation)
+    return _describe_setting(rest, group) if group is not None else field.description
 
 
 def _nearest(key: str, root: type[Settings]) -> str:

@@ -298,7 +298,8 @@ def _check_unused(folder: Path) -> None:
         raise TrainingError(f"{folder} is a file", hint="choose another folder with --out")
     if folder.exists() and not is_unused(folder, FILES_BEFORE_FIRST_STEP):
         raise TrainingError(
-            f"{folder} already holds a run", hint="choose another folder with --out, or move the old one away"
+            f"{folder} already holds a run",
+            hint=f"go on with it: myna train --resume {folder}; or choose another folder with --out",
         )
 
 
