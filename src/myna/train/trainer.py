@@ -109,8 +109,9 @@ class Trainer:
         parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         total, trainable, _ = count_parameters(model)
         log(f"{trainable:,} of {total:,} parameters learn ({100 * trainable / total:.2f} %)")
-        # Dropout differs between ranks from here on.
-        torch.manual_seed(settings.seed + 1 + accelerator.process_index)
+        if not accelerator.is_main_process:
+            # Dropout differs between ranks from here on.
+            torch.manual_seed(settings.seed + accelerator.process_index)
         optimizer = accelerator.prepare(make_optimizer(list(parameters.values()), settings, precision))
         ema = WeightEMA(parameters, settings.ema_decay) if settings.ema_decay is not None else None
         waiting = None
