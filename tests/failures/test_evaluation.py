@@ -252,7 +252,8 @@ def answering(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = folder / "recordings" / f"{name}.jsonl"
         file.write_text("\n".join(line for line in lines if json.loads(line)["speaker"] in speakers), encoding="utf-8")
         prepare(str(file), folder / name, model=str(folder / "model"), device="cpu", format="scored_jsonl")
-    train(tone_learners.recipe(folder), settings={"train.steps": 2}, out=folder / "run")
+    settings = {"train.steps": 2, "train.learning_rate": 1e-3, "train.warmup": 2}
+    train(tone_learners.recipe(folder), settings=settings, out=folder / "run")
     return folder
 
 
