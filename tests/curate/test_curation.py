@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import myna
-from myna.audio.files import probe, read_audio, write_audio
-from myna.core.errors import ConfigError, DataError
+from myna.audio.files import Samples, probe, read_audio, write_audio
+from myna.core.errors import ConfigError, DataError, ModelError
 from myna.curate.curation import CurationResult, run_curation
-from myna.curate.models import OpenModels
+from myna.curate.models import CurationModels, OpenModels
 from myna.curate.recordings import CURATION_RATE
 from myna.curate.settings import CurateSettings, load_curate_settings
 from myna.data.corrections import ClipDrop, SpeakerMerge, TextCorrection, append_correction
@@ -186,6 +186,39 @@ def test_recordings_of_an_earlier_call_are_not_left_out_silently(tmp_path: Path)
     assert curate([two.parent], out, models).recordings == 1
 
 
+def test_an_enrolled_speaker_without_an_encoder_is_told_before_anything_is_listened_to(
+    curated: tuple[CurationResult, OpenModels], tmp_path: Path
+) -> None:
+    """Deciding ended in a ValueError of matmul."""
+    folder = tmp_path / "out"
+    enrol = ["speakers.enrolment=['anna=anna.wav']", f"listen.models={tmp_path / 'nowhere'}"]
+    with pytest.raises(ModelError, match=r"the speaker encoder is missing.*nowhere") as caught:
+        curate([tmp_path], folder, curated[1], *enrol)
+    assert caught.value.hint == "myna setup curation" and not list(folder.rglob("*.flac"))
+    with pytest.raises(DataError, match=r"enrolled speaker anna is not there: .*anna\.wav") as missing:
+        curate([], folder, lambda *_: CurationModels(speaker_encoder=Level()), *enrol)
+    assert "speakers.enrolment=[]" in missing.value.hint
+    write_audio(tmp_path / "anna.wav", np.ones(CURATION_RATE, np.float32), CURATION_RATE)
+    shutil.copytree(curated[0].folder, folder, dirs_exist_ok=True)
+    with pytest.raises(DataError, match="listened to without the speaker encoder"):
+        curate(
+            [],
+            folder,
+            lambda *_: CurationModels(speaker_encoder=Level()),
+            *enrol[1:],
+            f"speakers.enrolment=['anna={tmp_path / 'anna.wav'}']",
+        )
+
+
+class Level:
+    """Speaker encoder that hears the level."""
+
+    name = "level"
+
+    def embed(self, samples: Samples, sample_rate: int) -> np.ndarray:  # noqa: ARG002
+        return np.array([1, samples.mean(), 0], np.float32)
+
+
 def test_corrections_are_respected(curated: tuple[CurationResult, OpenModels], tmp_path: Path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(curated[0].folder, folder)
@@ -249,3 +282,13 @@ def test_prepare_reads_the_manifest(curated: tuple[CurationResult, OpenModels], 
     data = myna.import_dataset(curated[0], tmp_path / "imported")
     assert data.utterances == curated[0].clips and not data.rejected
     assert json.loads((curated[0].folder / "recordings.json").read_text())["recordings"]
+
+
+def test_one_of_two_voices_can_be_taken_alone(curated: tuple[CurationResult, OpenModels], tmp_path: Path) -> None:
+    utterances = read_manifest(curated[0].folder / "manifest.jsonl")
+    data = myna.import_dataset(curated[0], tmp_path / "one", only=["d memo"])
+    assert data.utterances == sum(one.speaker == "d memo" for one in utterances) < len(utterances)
+    assert {one.speaker for one in read_manifest(tmp_path / "one" / "manifest.jsonl")} == {"d memo"}
+    with pytest.raises(DataError, match="has no speaker speaker-9") as caught:
+        myna.import_dataset(curated[0], tmp_path / "two", only=["speaker-9"])
+    assert "b talk, d memo" in caught.value.hint

@@ -242,6 +242,29 @@ def test_corrections_of_speakers_stay_with_their_people_when_these_are_numbered_
     assert apply_corrections(after, log)["speaker"].equals(after["speaker"])
 
 
+def test_corrections_made_between_several_decisions_stay_with_their_people() -> None:
+    """Four people; each decision numbers them in another order, and two are corrected after each."""
+    decisions = [
+        numbered("speaker-1", "speaker-2", "speaker-3", "speaker-4"),
+        numbered("speaker-4", "speaker-3", "speaker-2", "speaker-1"),
+        numbered("speaker-2", "speaker-1", "speaker-1", "speaker-3"),  # two of one voice, merged by hand before
+        numbered("speaker-3", "speaker-4", "speaker-1", "speaker-2"),
+    ]
+    log: list[Correction] = []
+
+    def correct(table: pa.Table, correction: Correction) -> None:
+        corrected = apply_corrections(table, log)
+        check_correction(corrected, log, correction)
+        log.append(list_speaker_clips(corrected, log, correction))
+
+    correct(decisions[0], SpeakerMerge(speaker="speaker-3", into="speaker-2"))  # c is b
+    correct(decisions[1], SpeakerMerge(speaker="speaker-4", into="anna"))  # a is anna
+    correct(decisions[2], SpeakerMerge(speaker="speaker-3", into="anna"))  # and so is d
+    for table in decisions:
+        a, b, c, d = apply_corrections(table, log)["speaker"].to_pylist()
+        assert a == d == "anna" and b == c and b.startswith("speaker-")
+
+
 def test_a_merge_whose_clips_are_gone_is_told_and_moves_nobody() -> None:
     table = numbered("speaker-1", "speaker-2", "speaker-1", "speaker-2")
     merge = SpeakerMerge(speaker="speaker-1", into="speaker-2", clips=("x", "y"), into_clips=("b",))

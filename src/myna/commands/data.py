@@ -33,6 +33,7 @@ class ImportOptions(TypedDict, total=False):
     max_bad: Annotated[float, option("Share of bad items above which the import fails; 0.01 by default.")]
     language: opt.Language
     speaker: Annotated[str, option("Speaker of utterances whose source names none.")]
+    only: Annotated[Sequence[str], option("Speaker to take, as speaker-1; others are left out. Repeatable.")]
 
 
 Recordings = Annotated[

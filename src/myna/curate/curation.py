@@ -24,11 +24,12 @@ from myna.curate.decision import THRESHOLDS, decide
 from myna.curate.first_pass import CurationWorker, findings_path
 from myna.curate.models import NO_ASR, CurationModels, OpenModels
 from myna.curate.recordings import CURATION_RATE, DecodedRecording, Part, RecordingFile, find_recordings
-from myna.curate.settings import CurateSettings
+from myna.curate.settings import CurateSettings, with_absolute_enrolment
 from myna.curate.texts import apply_scripts, read_script
 from myna.data.corrections import apply_corrections, apply_hand_decisions, load_corrections
 from myna.data.manifest import write_manifest
 from myna.data.segments import TABLE_FILE
+from myna.listen.speaker_encoders import SpeakerEmbedding
 
 INDEX_FILE = "recordings.json"
 MANIFEST_FILE = "manifest.jsonl"
@@ -106,9 +107,14 @@ def run_curation(
     progress: ProgressCallback = silent,
 ) -> CurationResult:
     """Curate the sources into a folder, or go on with it; without sources, decide again about its contents."""
+    settings = with_absolute_enrolment(settings)
     claim_folder(out, FOLDER_KIND, known=(TABLE_FILE, INDEX_FILE), inputs=sources)
     with lock_folder(out, "curating into"):
         notes: list[str] = []
+        enrolled = None
+        if settings.speakers.enrolment:
+            models = open_models(settings.listen.model_copy(update={"asr": NO_ASR, "check_asr": None}), 0)
+            enrolled = second_pass.enrolment_embeddings(settings, models)
         if sources:
             absolute = first_pass.with_absolute_paths(settings)
             make_worker = partial(CurationWorker, out.absolute(), absolute, open_models)
@@ -122,7 +128,7 @@ def run_curation(
                     "settings under `listen` or `cut` were changed, and need the recordings to be listened to again",
                     hint=f"name the recordings: myna curate SOURCE --out {out}",
                 )
-        table = _decide_table(out, index, settings, open_models, notes)
+        table = _decide_table(out, index, settings, enrolled, notes)
         progress("deciding", 1, 1)
         if unused := second_pass.write_clips(out, table, progress):
             notes.append(
@@ -217,7 +223,11 @@ def part_list(recordings: second_pass.Recordings, first_pass_hash: str) -> dict[
 
 
 def _decide_table(
-    out: Path, index: CurationIndex, settings: CurateSettings, open_models: OpenModels, notes: list[str]
+    out: Path,
+    index: CurationIndex,
+    settings: CurateSettings,
+    enrolled: dict[str, SpeakerEmbedding] | None,
+    notes: list[str],
 ) -> pa.Table:
     """Run the second pass: everything that follows from the rows of the parts."""
     recordings = []
@@ -233,10 +243,6 @@ def _decide_table(
     table = second_pass.assemble_table(recordings, parts, findings)
     scripts = {one.name: read_script(Path(one.script)) for one in index.recordings if one.script}
     table = apply_scripts(table, scripts)
-    enrolled = None
-    if settings.speakers.enrolment:
-        models = open_models(settings.listen.model_copy(update={"asr": NO_ASR, "check_asr": None}), 0)
-        enrolled = second_pass.enrolment_embeddings(settings.speakers.enrolment, models)
     table = second_pass.link_table_speakers(table, settings.speakers, enrolled)
     table = second_pass.mark_duplicates(table)
     corrections = load_corrections(out, notes.append)

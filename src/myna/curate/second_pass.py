@@ -18,18 +18,19 @@ import pyarrow.parquet as pq
 import soundfile
 
 from myna.audio.files import FloatArray, read_audio, write_audio
-from myna.core.errors import DataError
+from myna.core.errors import DataError, ModelError
 from myna.core.io import atomic_write, fsync
 from myna.core.progress import ProgressCallback, silent
 from myna.curate.first_pass import cosine, segment_id
-from myna.curate.models import CurationModels
+from myna.curate.models import CurationModels, models_folder
 from myna.curate.recordings import CURATION_RATE, SAMPLES_PER_MS, DecodedRecording, Part, RecordingFile
-from myna.curate.settings import HoldOutSettings, LoudnessSettings, SpeakerSettings
+from myna.curate.settings import CurateSettings, HoldOutSettings, LoudnessSettings, SpeakerSettings, split_enrolment
 from myna.data.manifest import Utterance
 from myna.data.segments import SCHEMA, TABLE_FILE, empty_row, lengths_ms, set_columns, values_of
 from myna.data.split import assign_subsets
 from myna.listen.diarization import LINKED_SPEAKER_COSINE, NOBODY, cluster_embeddings, fewest_seconds
 from myna.listen.fingerprints import find_duplicates
+from myna.listen.models import FETCH_COMMAND
 from myna.listen.speaker_encoders import unit_vectors
 from myna.text.normalization import base_language
 from myna.text.spoken_forms import normalise_spoken_text
@@ -139,10 +140,21 @@ def mark_duplicates(table: pa.Table) -> pa.Table:
     return set_columns(table, {"duplicate_of": original})
 
 
-def enrolment_embeddings(enrolment: Sequence[str], models: CurationModels) -> dict[str, FloatArray]:
-    """Return the embeddings of recordings given as FILE or NAME=FILE, by name."""
-    named = (one.partition("=")[::2] if "=" in one else (Path(one).stem, one) for one in enrolment)
-    return {name: next(models.embed([read_audio(Path(path))])) for name, path in named}
+def enrolment_embeddings(settings: CurateSettings, models: CurationModels) -> dict[str, FloatArray]:
+    """Return the embeddings of the enrolled speakers by name."""
+    if models.speaker_encoder is None:
+        raise ModelError(
+            f"the speaker encoder is missing, by which enrolled speakers are found: it is not in "
+            f"{models_folder(settings.listen)}",
+            hint=FETCH_COMMAND,
+        )
+    embeddings = {}
+    for name, path in map(split_enrolment, settings.speakers.enrolment):
+        if not path.is_file():
+            hint = "put it back, or name another: --enrol NAME=FILE; for all speakers: --set speakers.enrolment=[]"
+            raise DataError(f"the recording of the enrolled speaker {name} is not there: {path}", hint=hint)
+        embeddings[name] = next(models.embed([read_audio(path, sample_rate=CURATION_RATE)]))
+    return embeddings
 
 
 def link_table_speakers(
@@ -154,6 +166,9 @@ def link_table_speakers(
     speaker = np.full(len(table), "", object)
     similarity = np.full(len(table), math.nan, np.float32)
     voiced = [row for row in clips if embeddings[row]]
+    if enrolled and clips and not voiced:
+        problem = "these recordings were listened to without the speaker encoder, so enrolled speakers are not found"
+        raise DataError(problem, hint="name the recordings, to listen to them again: myna curate SOURCE --out DIR")
     if not voiced:
         recordings = table["recording"].to_pylist()
         speaker[clips] = [str(PurePosixPath(recordings[row]).with_suffix("")) for row in clips]

@@ -189,6 +189,19 @@ def load_curate_settings(
     )
 
 
+def split_enrolment(enrolment: str) -> tuple[str, Path]:
+    """Return the name and the file of an enrolment, FILE or NAME=FILE."""
+    name, separator, file = enrolment.partition("=")
+    return (name, Path(file)) if separator else (Path(enrolment).stem, Path(enrolment))
+
+
+def with_absolute_enrolment(settings: CurateSettings) -> CurateSettings:
+    """Return settings whose enrolments are found from any working directory."""
+    named = map(split_enrolment, settings.speakers.enrolment)
+    enrolment = tuple(f"{name}={file.expanduser().absolute()}" for name, file in named)
+    return settings.model_copy(update={"speakers": settings.speakers.model_copy(update={"enrolment": enrolment})})
+
+
 def curation_settings(
     folder: Path | None,
     *,

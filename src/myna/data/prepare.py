@@ -1,7 +1,7 @@
 """Preparation of training data: read a source in any supported layout, then encode its clips with a model's codec."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +44,8 @@ class ImportSettings:
     """Share of bad items above which the import fails."""
     language: str = ""
     speaker: str = ""
+    only: Sequence[str] = ()
+    """Speakers to take; by default all."""
 
 
 def import_folder(
@@ -144,6 +146,12 @@ def _import(
     notes: list[str] = []
     folder = Path(source) if Path(source).is_dir() else Path(source).parent
     imported.utterances = corrected_utterances(folder, imported.utterances, notes.append)
+    if settings.only:
+        speakers = {one.speaker for one in imported.utterances}
+        if unknown := sorted(set(settings.only) - speakers):
+            hint = f"the speakers are {', '.join(sorted(speakers)[:20])}"
+            raise DataError(f"{source} has no speaker {unknown[0]}", hint=hint)
+        imported.utterances = [one for one in imported.utterances if one.speaker in settings.only]
     write_import(imported, out, max_bad=settings.max_bad)
     count, rejected = len(imported.utterances), len(imported.rejected)
     note = f"{count} utterances from {source} ({imported.format}), {rejected} rejected"
