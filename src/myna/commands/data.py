@@ -98,16 +98,22 @@ def curate(
 @report_disk_errors()
 def forecast_curation(
     sources: Recordings,
+    out: PathLike | None = None,
     *,
+    limit: int | None = None,
     workers: int | None = None,
     progress: ProgressCallback = silent,
     **options: Unpack[CurationOptions],
 ) -> CurationForecast:
-    """Listen to ten minutes of the sources; return what `curate` would keep and how long it would take."""
+    """Listen to ten minutes of the sources; return what `curate` would keep and how long it would take.
+
+    If there is no more than that, `curate` does not listen again where `out` is given.
+    """
     from myna.curate import curation, settings
 
-    chosen = settings.curation_settings(None, **options)
-    return curation.forecast(_paths(sources), chosen, workers=workers, progress=progress)
+    folder = Path(out) if out is not None else None
+    chosen = settings.curation_settings(folder, **options)
+    return curation.forecast(_paths(sources), chosen, out=folder, limit=limit, workers=workers, progress=progress)
 
 
 @command("curate", curate, example="myna curate podcast/*.mp3 --out data/podcast --asr large-v3-turbo")
@@ -129,7 +135,8 @@ def _(
         return
     if not sources:
         raise ConfigError("`dry_run` needs recordings", hint="myna curate SOURCE --dry-run")
-    forecast = call_with_bars(forecast_curation, sources, workers=options.get("workers"), **given)
+    given |= {name: options.get(name) for name in ("out", "limit", "workers")}
+    forecast = call_with_bars(forecast_curation, sources, **given)
     dropped = ", ".join(f"{name} {share:.0%}" for name, share in forecast.dropped.items())
     show(
         f"{forecast.sampled_seconds / 60:.1f} of {forecast.seconds / 60:.1f} minutes were listened to",
@@ -152,8 +159,9 @@ def _show_curation(result: CurationResult) -> None:
     if result.clips:
         who = ", ".join(f"{name} {_hours(seconds)}" for name, seconds in list(result.speakers.items())[:10])
         show(f"{result.clips} clips of {len(result.speakers)} speakers: {who}")
-    go_on = f"Go on:  myna prepare {result.folder} --model MODEL --out {result.folder}-prepared"
-    show(*result.notes, f"Look at it:  myna xray {result.folder}", go_on)
+    show(*result.notes, f"Look at it:  myna xray {result.folder}")
+    if result.clips:
+        show(f"Go on:  myna prepare {result.folder} --model MODEL --out {result.folder}-prepared")
 
 
 def _hours(seconds: float) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -16,14 +17,22 @@ import pyarrow as pa
 
 from myna.audio.files import AudioFileError, probe, read_audio, write_audio
 from myna.core.errors import ConfigError, DataError
-from myna.core.io import claim_folder, lock_folder, save_text
+from myna.core.io import atomic_write, claim_folder, fsync, lock_folder, save_text
 from myna.core.pools import Pool, open_pool
 from myna.core.progress import ProgressCallback, silent
 from myna.curate import first_pass, second_pass
 from myna.curate.decision import THRESHOLDS, decide
 from myna.curate.first_pass import CurationWorker, findings_path
 from myna.curate.models import NO_ASR, CurationModels, OpenModels
-from myna.curate.recordings import CURATION_RATE, DecodedRecording, Part, RecordingFile, find_recordings
+from myna.curate.recordings import (
+    CURATION_RATE,
+    PARTS_FOLDER,
+    RECORDINGS_FOLDER,
+    DecodedRecording,
+    Part,
+    RecordingFile,
+    find_recordings,
+)
 from myna.curate.settings import CurateSettings, with_absolute_enrolment
 from myna.curate.texts import apply_scripts, read_script
 from myna.data.corrections import apply_corrections, apply_hand_decisions, load_corrections
@@ -139,6 +148,10 @@ def run_curation(
         write_manifest(out / MANIFEST_FILE, second_pass.utterances_of(out, table))
         settings.save(out)
     result = summarize(out, table)
+    if not any(table["text"].to_pylist()) and not result.clips:
+        notes.append("nothing was kept: no clip has a text, without a recogniser")
+        notes.append(f"To have one:  myna curate SOURCE --out {out} --asr base")
+        return replace(result, notes=tuple(notes))
     costly = [(reason, seconds) for reason, seconds in result.dropped.items() if reason in THRESHOLDS]
     if costly and result.kept_seconds < LITTLE_KEPT * result.seconds:
         reason, seconds = costly[0]
@@ -296,38 +309,39 @@ def forecast(
     sources: Sequence[Path],
     settings: CurateSettings,
     *,
+    out: Path | None = None,
+    limit: int | None = None,
     workers: int | None = None,
     open_models: OpenModels = CurationModels.open,
     progress: ProgressCallback = silent,
 ) -> CurationForecast:
-    """Curate pieces of two minutes, drawn evenly over all recordings, and extrapolate."""
+    """Curate pieces of two minutes, drawn evenly over all recordings, and extrapolate.
+
+    Sources of up to ten minutes are curated as they are, and `out` gets what was heard: a curation goes on from there.
+    """
     with tempfile.TemporaryDirectory(prefix="myna-forecast-") as scratch:
         folder = Path(scratch)
         lengths, notes = {}, []
-        for file in find_recordings(sources, out=folder):
+        for file in find_recordings(sources, out=out or folder)[:limit]:
             try:
                 lengths[file.path] = probe(file.path).seconds
             except AudioFileError as error:
                 notes.append(error.what)
         total = sum(lengths.values())
-        sampled = 0.0
-        for number, (path, start, end) in enumerate(sample_pieces(lengths)):
-            try:
-                samples = read_audio(path, sample_rate=CURATION_RATE, span=(start, end))
-            except AudioFileError as error:
-                notes.append(error.what)
-                continue
-            write_audio(folder / "sample" / f"{number:02}.flac", samples, CURATION_RATE)
-            sampled += len(samples) / CURATION_RATE
+        is_whole = total <= SAMPLE_SECONDS
+        sample = list(lengths) if is_whole else [folder / "sample"]
+        sampled = total if is_whole else _write_sample(lengths, sample[0], notes)
         if not sampled:
             raise DataError("no recording could be read", hint="; ".join(notes) or "name other files")
         began = time.monotonic()
         processes = workers or first_pass.default_workers(settings.listen.device)
         curated = folder / "curated"
-        result = run_curation(
-            [folder / "sample"], curated, settings, workers=processes, open_models=open_models, progress=progress
-        )
+        result = run_curation(sample, curated, settings, workers=processes, open_models=open_models, progress=progress)
         took = time.monotonic() - began
+        if is_whole and out is not None:
+            claim_folder(out, FOLDER_KIND, known=(TABLE_FILE, INDEX_FILE), inputs=sources)
+            with lock_folder(out, "curating into"):
+                _copy_findings(curated, out)
     return CurationForecast(
         total,
         sampled,
@@ -338,11 +352,32 @@ def forecast(
     )
 
 
+def _write_sample(lengths: dict[Path, float], folder: Path, notes: list[str]) -> float:
+    """Write pieces of the recordings into a folder; return their seconds."""
+    sampled = 0.0
+    for number, (path, start, end) in enumerate(sample_pieces(lengths)):
+        try:
+            samples = read_audio(path, sample_rate=CURATION_RATE, span=(start, end))
+        except AudioFileError as error:
+            notes.append(error.what)
+            continue
+        write_audio(folder / f"{number:02}.flac", samples, CURATION_RATE)
+        sampled += len(samples) / CURATION_RATE
+    return sampled
+
+
+def _copy_findings(curated: Path, out: Path) -> None:
+    """Copy what the first pass found, so that a curation into `out` does not listen again."""
+    for folder in (PARTS_FOLDER, RECORDINGS_FOLDER):  # a recording counts as decoded once its parts are there
+        for file in sorted((curated / folder).iterdir()):
+            with atomic_write(out / folder / file.name) as temporary:
+                shutil.copyfile(file, temporary)
+                fsync(temporary)
+
+
 def sample_pieces(lengths: dict[Path, float]) -> list[tuple[Path, float, float]]:
-    """Return spans of recordings of up to ten minutes together, or everything if there is less."""
+    """Return spans of recordings of ten minutes together."""
     total = sum(lengths.values())
-    if total <= SAMPLE_SECONDS:
-        return [(path, 0.0, seconds) for path, seconds in lengths.items()]
     rng = random.Random(0)
     count = int(SAMPLE_SECONDS // PIECE_SECONDS)
     pieces = []
