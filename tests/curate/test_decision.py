@@ -138,3 +138,11 @@ def test_missing_measures_drop_nothing() -> None:
     rows = [clip("a", 1000, 6000) | dict.fromkeys(MEASURES, float("nan"))]
     assert decided(rows) == [("kept", "")]
     assert decide(segments_table([]), CurateSettings()).num_rows == 0
+
+
+@pytest.mark.parametrize(("language", "slow", "fast"), [("zh", 1.7, 9.5), ("ja", 1.7, 9.5), ("en", 4.1, 24.0)])
+def test_slow_and_fast_readers_are_kept_in_each_script(language: str, slow: float, fast: float) -> None:
+    """Calm Chinese and Japanese has fewer than four characters a second, and was dropped for its pace."""
+    for pace, reason in ((slow, ""), (fast, ""), (0.9 * slow, "pace"), (1.1 * fast, "pace")):
+        row = segment("a", "r", 0, 5000) | GOOD | {"language": language, "characters_per_second": pace}
+        assert decide(segments_table([row]), CurateSettings())["reason"].to_pylist() == [reason], pace

@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 
 from myna.core.errors import DataError
-from myna.curate.texts import align_script, apply_scripts, edge_cer, read_script
+from myna.curate.decision import decide
+from myna.curate.settings import CurateSettings
+from myna.curate.texts import align_script, apply_scripts, edge_cer, measure_text, read_script
+from myna.listen.asr import compression_ratio
 from tests.data.segment_rows import segment, segments_table
+from tests.listen.prose import PROSE
 
 SCRIPT = "Foreword by nobody. It was the best of times, it was the worst of times. Mr. Lorry slept; the coach went on."
 
@@ -81,3 +85,14 @@ def test_a_script_is_measured_against_the_second_transcription() -> None:
 )
 def test_edge_cer_sees_the_ends_alone(transcript: str, low: float, high: float) -> None:
     assert low <= edge_cer("The quick brown fox jumps over the lazy dog.", transcript) <= high
+
+
+@pytest.mark.parametrize("language", sorted(PROSE))
+def test_prose_of_every_script_is_no_loop_for_a_curation(language: str) -> None:
+    """Thai, Khmer, Burmese and Japanese prose repeats its characters, which counted as words that come again."""
+    for letters in range(70, len(PROSE[language]), 50):
+        text = PROSE[language][:letters]
+        row = segment("a", "r", 0, 19_000, speaker="anna", text=text, language=language, language_probability=1.0)
+        row |= {"compression_ratio": compression_ratio(text)} | measure_text(text, text, language, 19)
+        reason = decide(segments_table([row]), CurateSettings())["reason"][0].as_py()
+        assert reason in ("", "pace"), letters

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from myna.audio.files import Samples
+from myna.listen import diarization
 from myna.listen.diarization import (
     FRAME_SECONDS,
     POWERSET,
@@ -85,6 +86,24 @@ def test_an_outlier_is_no_speaker_where_their_number_is_known() -> None:
     labels = cluster_embeddings(embeddings, [30, 30, 20, 19, 1], speakers=2).tolist()
     assert labels[0] == labels[1] != labels[2] == labels[3]
     assert labels[4] in (0, 1)
+
+
+@pytest.mark.parametrize("speakers", [None, 4])
+def test_many_embeddings_are_clustered_without_their_pairs(
+    speakers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The distances of all pairs of 60,000 embeddings took 14 GB."""
+    rng = np.random.default_rng(0)
+    people = rng.normal(size=(12, 32))
+    for spread in (0.5, 1.0, 2.0):
+        embeddings = (people[rng.integers(0, 12, 250)] + spread * rng.normal(size=(250, 32))).astype(np.float32)
+        weights = rng.uniform(1, 9, 250)
+        expected = cluster_embeddings(embeddings, weights, speakers=speakers)
+        with monkeypatch.context() as patched:
+            patched.setattr(diarization, "MAX_PAIRED", 10)
+            patched.setattr("scipy.spatial.distance.pdist", None)
+            found = cluster_embeddings(embeddings, weights, speakers=speakers)
+        assert found.tolist() == expected.tolist() and len(set(found.tolist())) > 1
 
 
 def test_enrolled_speakers_keep_their_numbers_and_strangers_follow() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -24,6 +23,7 @@ from myna.listen import asr as asr_module
 from myna.listen.asr import ASR, Transcript, is_loop
 from myna.text.normalization import words
 from myna.text.wer import ErrorCount, character_errors, word_errors
+from tests.listen.prose import PROSE
 
 ONES = [
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
@@ -148,10 +148,6 @@ def test_loops_are_seen(text: str) -> None:
 )
 def test_speech_is_no_loop(text: str) -> None:
     assert not is_loop(text)
-
-
-PROSE: dict[str, str] = json.loads((Path(__file__).parents[1] / "listen/prose.json").read_text(encoding="utf-8"))
-"""Beginning of the Universal Declaration of Human Rights in 17 languages (github.com/eric-muller/udhr)."""
 
 
 @pytest.mark.parametrize("language", sorted(PROSE))

@@ -16,6 +16,9 @@ MIN_LOOP_WORDS = 10
 MIN_PACE_CLIPS = 20
 """Minimum clips of a speaker from which the usual pace is known."""
 TYPICAL_WORD_CHARACTERS = 6
+SYLLABIC_LANGUAGES, LETTERS_OF_A_CHARACTER = ("zh", "yue", "ja"), 2.6
+"""Languages whose characters are syllables or more, and the letters of an alphabet that take as long to say: the usual
+rates are 5 and 13 characters a second."""
 
 THRESHOLDS: dict[DropReason, str] = {
     "music": "max_music_share",
@@ -71,7 +74,7 @@ def _reasons(table: pa.Table, settings: CurateSettings) -> dict[DropReason, Bool
     at_start, at_end = starts == 0, ends == recording_ends[codes]
     gap_ms = 1000 * cut.min_gap
     low_pace, high_pace = keep.characters_per_second
-    pace = measure("characters_per_second")
+    pace = letter_pace(table)
     loop = measure("unique_word_share") < keep.min_unique_word_share
     long_text = pace * seconds >= MIN_LOOP_WORDS * TYPICAL_WORD_CHARACTERS
     is_clean = measure("dnsmos_bak") >= keep.clean_dnsmos_bak
@@ -114,6 +117,12 @@ def _reasons(table: pa.Table, settings: CurateSettings) -> dict[DropReason, Bool
     # A gap of music is not silence; a clip of music has its own reason before the length.
     holds["no speech"] &= ~holds["music"]
     return holds
+
+
+def letter_pace(table: pa.Table) -> FloatArray:
+    """Return the pace of clips in letters a second, so that one range holds for all scripts."""
+    is_syllabic = np.isin([base_language(name) for name in _strings(table, "language")], SYLLABIC_LANGUAGES)
+    return np.asarray(values_of(table, "characters_per_second") * np.where(is_syllabic, LETTERS_OF_A_CHARACTER, 1.0))
 
 
 def _strings(table: pa.Table, name: str) -> npt.NDArray[np.object_]:

@@ -114,7 +114,7 @@ class KeepSettings(Settings):
     max_edge_cer: Annotated[float, Field(ge=0)] = 0.2
     """Character error rate of the first and the last 12 characters: more is a cut word."""
     characters_per_second: tuple[float, float] = (4.0, 25.0)
-    """Slowest and fastest speech."""
+    """Slowest and fastest speech; a Chinese or Japanese character counts as 2.6."""
     pace_iqr: Positive | None = 3.0
     """Interquartile ranges beyond the quartiles of its speaker from which a pace is implausible."""
     duplicates: bool = False

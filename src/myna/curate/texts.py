@@ -134,7 +134,10 @@ def measure_text(text: str, check_text: str, language: str, seconds: float) -> d
         "cer": character_errors(text, check_text, language).rate,
         "edge_cer": edge_cer(text, check_text, language),
         "characters_per_second": len(letters(text, language)) / seconds if spoken else math.nan,
-        "unique_word_share": len(set(spoken)) / len(spoken) if spoken else math.nan,
+        # Without blanks a word is a character, and the characters of any text come again.
+        "unique_word_share": len(set(spoken)) / len(spoken)
+        if spoken and base_language(language) not in UNSPACED
+        else math.nan,
     }
 
 

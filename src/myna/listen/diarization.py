@@ -124,6 +124,10 @@ MIN_SHARE = 0.02
 ENOUGH_SECONDS = 20.0
 """Seconds of speech that make a cluster a speaker whatever its share: 2 % of three hours are more than three
 minutes."""
+MAX_PAIRED = 8000
+"""Maximum number of embeddings whose distances are kept for all pairs, which takes 256 MB."""
+JOINED_COSINE = -4.0
+"""Value below all cosines."""
 MAX_OUTLIERS = 50
 """Maximum number of additional clusters in which a known number of speakers is sought."""
 MIN_SPLIT_DISTANCE = 0.2
@@ -289,7 +293,10 @@ def _average_link(
     distance = import_optional("scipy.spatial.distance", INSTALL)
     if len(vectors) == 1 or speakers == 1:
         return np.zeros(len(vectors), np.int64)
-    tree = hierarchy.linkage(distance.pdist(vectors.astype(np.float64), "cosine").clip(0, 2), "average")
+    if len(vectors) > MAX_PAIRED:
+        tree = linkage_of_sums(vectors)
+    else:
+        tree = hierarchy.linkage(distance.pdist(vectors.astype(np.float64), "cosine").clip(0, 2), "average")
     if not speakers:
         return np.asarray(hierarchy.fcluster(tree, 1 - threshold, "distance"), np.int64) - 1
     fewest = np.asarray(hierarchy.fcluster(tree, speakers, "maxclust"), np.int64) - 1
@@ -301,6 +308,46 @@ def _average_link(
         if (np.bincount(labels, seconds) >= fewest_seconds(seconds.sum(), min_share)).sum() >= speakers:
             return labels
     return fewest
+
+
+def linkage_of_sums(vectors: FloatArray) -> npt.NDArray[np.float64]:
+    """Return scipy's tree of average linkage by cosines of unit vectors, in memory for the vectors alone.
+
+    The mean cosine between two clusters is the product of their mean vectors, so no matrix of pairs is needed. Nearest
+    neighbours are followed until two are each other's, which are joined.
+    """
+    # A last column makes clusters that were joined dissimilar from all others.
+    means = np.pad(vectors.astype(np.float32), ((0, 0), (0, 1)))
+    sizes, names = np.ones(len(vectors)), np.arange(len(vectors))
+    joined: list[tuple[int, int, float]] = []
+    chain: list[int] = []
+    for remaining in range(len(vectors), 1, -1):
+        if remaining < 0.8 * len(sizes):  # leave out what was joined, to search less
+            alive = np.flatnonzero(sizes)
+            chain = np.searchsorted(alive, chain).tolist()
+            means, sizes, names = means[alive], sizes[alive], names[alive]
+        chain = chain or [int(sizes.argmax())]
+        while True:
+            query = means[chain[-1]].copy()
+            query[-1] = 1
+            cosines = means @ query
+            cosines[chain[-1]] = JOINED_COSINE
+            nearest = int(cosines.argmax())
+            if len(chain) > 1 and cosines[chain[-2]] >= cosines[nearest]:
+                break
+            chain.append(nearest)
+        gone, left = chain.pop(), chain.pop()
+        joined.append((int(names[gone]), int(names[left]), 1 - float(cosines[left])))
+        total = sizes[gone] + sizes[left]
+        means[left] = (sizes[gone] * means[gone] + sizes[left] * means[left]) / total
+        sizes[left], sizes[gone], means[gone, -1] = total, 0, JOINED_COSINE
+    # scipy wants joins in order of distance, each named by its number after those of the vectors.
+    tree, number_of, size_of = np.empty((len(joined), 4)), list(range(len(vectors))), [1] * len(vectors)
+    for row, (gone, left, distance) in enumerate(sorted(joined, key=lambda join: join[2])):
+        size_of[left] += size_of[gone]
+        tree[row] = (*sorted((number_of[gone], number_of[left])), max(0.0, distance), size_of[left])
+        number_of[left] = len(vectors) + row
+    return tree
 
 
 def _centroids(vectors: FloatArray, labels: IntArray, weights: npt.ArrayLike, count: int) -> FloatArray:

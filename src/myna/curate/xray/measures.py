@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from myna.curate.decision import MIN_LOOP_WORDS, TYPICAL_WORD_CHARACTERS, decide
+from myna.curate.decision import MIN_LOOP_WORDS, TYPICAL_WORD_CHARACTERS, decide, letter_pace
 from myna.curate.xray.source import XraySource
 from myna.data.corrections import apply_hand_decisions
 from myna.data.segments import codes_of, lengths_ms, values_of
@@ -51,7 +51,7 @@ MEASURE_INFOS = (
     MeasureInfo("overlap_share", "Two voices at once", "share of the clip", "max_overlap_share", "max"),
     MeasureInfo("clipped_share", "Clipped samples", "share of the samples", "max_clipped_share", "max"),
     MeasureInfo("lowest_similarity", "Likeness to the speaker", "lowest cosine", "min_speaker_similarity", "min"),
-    MeasureInfo("characters_per_second", "Pace", "characters a second", "characters_per_second", "range"),
+    MeasureInfo("characters_per_second", "Pace", "letters a second", "characters_per_second", "range"),
     MeasureInfo("avg_log_prob", "Certainty of the text", "mean log probability", "min_avg_log_prob", "min"),
     MeasureInfo("language_probability", "Certainty of the language", "probability", "min_language_probability", "min"),
     MeasureInfo("compression_ratio", "Compressibility of the text", "ratio", "max_compression_ratio", "max"),
@@ -173,10 +173,9 @@ def _values(table: pa.Table, column: str) -> FloatArray:
     if column == "clean_dnsmos_ovrl":
         return measure("dnsmos_ovrl")
     if column == "unique_word_share":  # a short text may repeat a word
-        characters = measure("characters_per_second") * _values(table, "seconds")
-        is_long = characters >= MIN_LOOP_WORDS * TYPICAL_WORD_CHARACTERS
+        is_long = letter_pace(table) * _values(table, "seconds") >= MIN_LOOP_WORDS * TYPICAL_WORD_CHARACTERS
         return np.asarray(np.where(is_long, measure(column), math.nan))
-    return measure(column)
+    return letter_pace(table) if column == "characters_per_second" else measure(column)
 
 
 def _is_kept(table: pa.Table) -> npt.NDArray[np.bool_]:
