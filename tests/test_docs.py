@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -35,3 +36,18 @@ def test_tests_that_are_named_exist() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert len(named) >= 20
     assert not sorted(name for name in named if f"def {name}(" not in sources)
+
+
+def test_messages_name_no_page_that_a_wheel_lacks() -> None:
+    """Only docstrings of code may; those of commands are their help."""
+    named = []
+    for path in sorted((ROOT / "src" / "myna").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docstrings = {
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and path.parent.name != "commands"
+        }
+        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in docstrings]
+        named += [f"{path}:{node.lineno}" for node in texts if isinstance(node.value, str) and "docs/" in node.value]
+    assert not named

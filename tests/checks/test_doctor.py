@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -33,6 +33,8 @@ from myna.checks import doctor
 from myna.checks.doctor import run_doctor
 from myna.core import device
 from myna.core.check import Check, CheckFunction
+from myna.core.io import ECAPA_FILE
+from myna.listen.asr import REQUIRED_FILES
 from myna.models import convert_checkpoint, save_tiny_model
 from myna.models.higgs_v2.tiny import save_tiny_codec
 from tests.command_line import run_command
@@ -89,10 +91,30 @@ def test_json_has_the_schema_and_nothing_is_wrong_with_a_sound_model(sound: Path
     names = [check["name"] for check in tree["checks"]]
     assert len(set(names)) == len(names)
     wanted = {"python", "packages", "torch", "precision", "disk for runs", "disk for the hub cache", "memory"}
+    wanted |= {"whisper", "scorers", "curation models"}
     wanted |= {"audio files", "resampling", "torchaudio", "codec classes", "hub", "processes", "trackers"}
     assert wanted | {"model", "tokenizer", "weights", "codec"} <= set(names)
     assert not [check for check in tree["checks"] if check["status"] == "failed"]
     assert status == 0
+
+
+def test_models_that_listen_have_a_line_each_with_the_command_that_fetches_them(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("myna.core.io.user_folder", lambda _: tmp_path)
+    monkeypatch.setattr(util, "find_spec", lambda _: object())
+    whisper, scorers, curation = map(only, (doctor.check_whisper, doctor.check_scorers, doctor.check_curation_models))
+    for check, command in ((whisper, "metrics"), (scorers, "metrics"), (curation, "curation")):
+        assert check.status == "warning" and str(tmp_path) in check.message and f"myna setup {command}" in check.hint
+    (tmp_path / "whisper-base").mkdir()
+    for name in REQUIRED_FILES:
+        (tmp_path / "whisper-base" / name).touch()
+    (tmp_path / "ecapa").mkdir()
+    (tmp_path / "ecapa" / ECAPA_FILE).touch()
+    assert only(doctor.check_whisper).status == only(doctor.check_scorers).status == "passed"
+    monkeypatch.setattr(util, "find_spec", lambda _: None)
+    assert "faster-whisper is absent" in only(doctor.check_whisper).message
+    assert "distillmos" in only(doctor.check_scorers).hint
 
 
 def test_people_see_marks_and_hints(folder: Path) -> None:

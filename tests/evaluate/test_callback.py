@@ -104,6 +104,23 @@ def test_speech_evaluation_does_not_change_the_training(learn: Learn, workspace:
         assert states[0].read_bytes() == states[1].read_bytes(), "weights, moments, means and random states"
 
 
+def test_samples_are_spoken_and_kept_without_a_recognizer(learn: Learn, workspace: Path) -> None:
+    """They are for listening: nothing is scored, the loss chooses, and a resumed run goes on with them."""
+    samples = {"data": str(workspace / "evaluation"), "limit": 2}
+    run, silent = learn(None, "spoken", speech_eval=samples), learn(None, "silent")
+    assert metrics(run.folder) == metrics(silent.folder) and "speech_eval" not in run.metrics.read_text()
+    for step in (0, 2, 4, 6):
+        spoken = run.folder / "speech_eval" / f"step-{step:06d}"
+        scores = read_item_scores(spoken / "items.parquet")
+        assert len(scores) == 2 and all((spoken / row.audio).is_file() for row in scores if row.audio)
+        assert all(row.transcript is None and row.similarity is None for row in scores)
+    page = run.folder / "speech_eval" / "report.html"
+    assert "step 6" in page.read_text() and f"listen to it: {page}" in log(run)
+    assert not (run.folder / "best").exists()
+    resume(run, settings={"train.steps": 8})
+    assert (run.folder / "speech_eval" / "step-000008").is_dir()
+
+
 def test_every_step_speaks_the_same_items_with_the_saved_weights(learn: Learn, workspace: Path) -> None:
     """The audio of a step in training equals what its checkpoint speaks later, also with averaged weights."""
     run = learn(ScriptedScorers(workspace), **EVERYTHING)

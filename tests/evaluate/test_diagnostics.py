@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,17 @@ from myna.evaluate.evaluation import Evaluation, evaluation_page
 from myna.evaluate.items import EvalItem, load_clip
 from myna.evaluate.metrics import BASE, METRICS_BY_KEY, REAL, ROUND_TRIP
 from myna.evaluate.pipeline import Recordings, System, SystemOutput
-from tests.evaluate.speech import RATE, SPEAKERS, FakeSystem, evaluate_systems, make_eval_set, poorly, say, well
+from tests.evaluate.speech import (
+    RATE,
+    SPEAKERS,
+    FakeSystem,
+    evaluate_systems,
+    fake_scorers,
+    make_eval_set,
+    poorly,
+    say,
+    well,
+)
 
 
 def never_stops(item: EvalItem) -> SystemOutput:
@@ -173,3 +184,31 @@ def test_a_codec_that_damages_speech_is_diagnosed(tmp_path: Path) -> None:
     evaluation = evaluation_of(tmp_path, systems, {})
     assert [(diagnosis.system, diagnosis.metric) for diagnosis in evaluation.diagnoses] == [(ROUND_TRIP, "wer")]
     assert "the codec limits every model" in evaluation_page(evaluation)
+
+
+def test_recordings_that_do_not_exist_are_not_compared_with(tmp_path: Path) -> None:
+    whole = make_eval_set(tmp_path)
+    spoken = replace(whole, items=tuple(replace(item, recording=None) for item in whole.items))
+    systems: list[System] = [Recordings(REAL, RATE), FakeSystem("model", speaks_the_prompt)]
+    found = evaluate_systems(spoken, systems, tmp_path / "out")
+    [unintelligible] = [one for one in found.diagnoses if one.metric == "wer"]
+    assert "word errors" in unintelligible.text and "real recordings" not in unintelligible.text
+    assert "real recordings have 0%" in next(
+        one.text for one in evaluate_systems(whole, systems, tmp_path / "real").diagnoses if one.metric == "wer"
+    )
+
+
+def test_one_item_gives_no_verdict(tmp_path: Path) -> None:
+    whole = make_eval_set(tmp_path)
+    few = replace(whole, items=whole.items[:1])
+    found = evaluate_systems(few, [FakeSystem(BASE, well), FakeSystem("model", poorly)], tmp_path / "out")
+    assert [one.name for one in found.diagnoses if one.metric == "differences"] == ["too few items"]
+    assert not any(change.excludes_zero for change in found.differences["model"].values())
+    assert "give 6 or more" in evaluation_page(found)
+
+
+def test_one_reason_for_several_metrics_is_said_once(tmp_path: Path) -> None:
+    scorers = fake_scorers(asr="base cannot be downloaded: name a folder")
+    found = evaluate_systems(make_eval_set(tmp_path), [FakeSystem("model", well)], tmp_path / "out", scorers=scorers)
+    [told] = [sentence for sentence in found.unmeasured() if "downloaded" in sentence]
+    assert told.startswith("word errors, character errors, ASR loops") and told.count("downloaded") == 1

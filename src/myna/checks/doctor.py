@@ -179,6 +179,52 @@ def check_trackers() -> Iterator[Check]:
     yield Check("trackers", "passed", ", ".join(listing))
 
 
+def check_whisper() -> Iterator[Check]:
+    from myna.core.io import whisper_folder
+    from myna.listen.asr import INSTALL, REQUIRED_FILES
+
+    folder = whisper_folder()
+    if util.find_spec("faster_whisper") is None:
+        yield Check(
+            "whisper", "warning", "faster-whisper is absent, so `--asr` names can only be transformers'", INSTALL
+        )
+    elif not all((folder / file).is_file() for file in REQUIRED_FILES):
+        detail = f"none at {folder}: without a network `--asr` needs the folder of one"
+        yield Check("whisper", "warning", detail, "myna setup metrics")
+    else:
+        yield Check("whisper", "passed", f"base at {folder}")
+
+
+def check_scorers() -> Iterator[Check]:
+    """Look for what `myna evaluate` scores voices and quality with."""
+    from myna.core.io import ecapa_file
+    from myna.listen.mos import INSTALL_DISTILLMOS, INSTALL_DNSMOS
+
+    file = ecapa_file()
+    lacking = {} if file.is_file() else {f"the speaker encoder {file}": "myna setup metrics"}
+    packages = {"distillmos": (INSTALL_DISTILLMOS,), "speechmos": INSTALL_DNSMOS}
+    lacking |= {name: " && ".join(how) for name, how in packages.items() if util.find_spec(name) is None}
+    if lacking:
+        yield Check("scorers", "warning", f"absent: {', '.join(lacking)}", "; ".join(lacking.values()))
+    else:
+        yield Check("scorers", "passed", f"{', '.join(packages)}, and the speaker encoder {file}")
+
+
+def check_curation_models() -> Iterator[Check]:
+    """Look for what `myna curate` listens with."""
+    from myna.core.io import curation_models_folder
+    from myna.listen.models import capabilities
+
+    folder, found = curation_models_folder(), capabilities()
+    lacking = [one for one in found if not one.available]
+    if lacking:
+        hints = dict.fromkeys(one.what_to_install for one in lacking)
+        detail = f"{folder} lacks models or their packages: {', '.join(one.name for one in lacking)}"
+        yield Check("curation models", "warning", detail, "; ".join(hints))
+    else:
+        yield Check("curation models", "passed", f"{', '.join(one.name for one in found)}: at {folder}")
+
+
 def check_torch() -> Iterator[Check]:
     import torch
 
@@ -434,4 +480,7 @@ MACHINE_CHECKS: tuple[CheckFunction, ...] = (
     _needs("huggingface-hub", check_hub),
     _needs("accelerate", check_processes),
     _needs("tensorboard wandb trackio", check_trackers),
+    _needs("transformers faster-whisper", check_whisper),
+    _needs("distillmos speechmos", check_scorers),
+    _needs("onnxruntime scipy", check_curation_models),
 )

@@ -270,7 +270,7 @@ def prepare(
 
     `workers` processes of this machine encode on the CPU, or those of the Ray cluster at the address `ray`, which must
     find the recordings, the model and `out` under the same paths. By default this process does. The result is the same,
-    byte for byte: docs/guides/many-machines.md
+    byte for byte.
     """
     from myna.data.prepare import ImportSettings, prepare_folder
     from myna.models import is_model_name, open_family

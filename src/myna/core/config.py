@@ -210,8 +210,13 @@ class TrainSettings(Settings):
     """Trackers that get the metrics, in addition to `metrics.jsonl`."""
 
 
+SAMPLE_SETTINGS = {"sentences", "data", "limit", "every", "seed", "language", "batch_size"}
+"""Settings of `speech_eval` that need no recognizer."""
+
+
 class SpeechEvalSettings(Settings):
-    """Speech evaluation during training, which chooses the best checkpoint. Off unless `asr` is set."""
+    """Speech evaluation during training, which chooses the best checkpoint. Without `asr` the `sentences`, or the texts
+    of `data`, are spoken and kept for listening, and the loss chooses."""
 
     asr: str | None = None
     """Name or folder of a Whisper model. If set, the untuned model and then the model in training speak the same
@@ -228,7 +233,8 @@ class SpeechEvalSettings(Settings):
     """Number of sentences; speakers take turns. Half of them are spoken at every evaluation and choose the best
     checkpoint. The untuned model and each new best checkpoint speak the others, which measure the gain."""
     every: Count | None = None
-    """Optimizer steps between speech evaluations; by default with each evaluation of the loss."""
+    """Optimizer steps between speech evaluations; by default with each evaluation of the loss, or without `asr` with
+    each checkpoint."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed for choosing sentences and for sampling, equal at every evaluation."""
     language: str = ""
@@ -278,6 +284,11 @@ class Recipe(Settings):
     def evaluates_speech(self) -> bool:
         """Whether speech is evaluated during training."""
         return self.speech_eval.asr is not None
+
+    @property
+    def speaks_samples(self) -> bool:
+        """Whether sentences are spoken during training without being scored."""
+        return not self.evaluates_speech and bool(self.speech_eval.sentences or self.speech_eval.data)
 
     @property
     def publishes_best(self) -> bool:
@@ -468,19 +479,19 @@ def _explained(error: ValidationError, where: str, root: type[Settings]) -> Conf
             hints.append("write it in quotes")
         else:
             lines.append(f"{where}: `{key}`{items.rstrip(',')}: {problem['msg']} (got {problem['input']!r})")
-            meaning = " ".join((_describe_setting(key, root) or "").split())
-            hints.append(f"change `{key}`" + (f": {meaning}" if meaning else ""))
+            hints.append(f"change `{key}`: {_meaning(key, root)}")
     return ConfigError("\n".join(dict.fromkeys(lines)), hint="; ".join(dict.fromkeys(hints)))
 
 
-def _describe_setting(key: str, root: type[Settings]) -> str | None:
-    """Return the description of a setting; None for a part of one."""
-    name, _, rest = key.partition(".")
-    field = root.model_fields.get(name)
-    if field is None or not rest:
-        return field.description if field is not None else None
-    group = settings_group(field.annotation)
-    return _describe_setting(rest, group) if group is not None else field.description
+def _meaning(key: str, root: type[Settings]) -> str:
+    """Return the first sentence of the description of a setting."""
+    group, _, rest = key.partition(".")
+    field = root.model_fields.get(group)
+    inner = settings_group(field.annotation) if field is not None else None
+    if rest and inner is not None:
+        return _meaning(rest, inner)
+    description = " ".join((field.description or "").split()) if field is not None else ""
+    return description.partition(". ")[0] or f"a setting of {root.__name__}"
 
 
 def _nearest(key: str, root: type[Settings]) -> str:
@@ -554,8 +565,10 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "`data.evaluation` is the training data", "prepare a folder of other utterances"
     speech_eval = recipe.speech_eval
     if speech_eval.asr is None:
+        used = SAMPLE_SETTINGS if recipe.speaks_samples else set()
         # `asr: null` in a recipe switches the evaluation off; its other settings may stay.
-        for key in sorted(speech_eval.model_fields_set) if "asr" not in speech_eval.model_fields_set else ():
+        unused = speech_eval.model_fields_set - used if "asr" not in speech_eval.model_fields_set else ()
+        for key in sorted(unused):
             yield f"`speech_eval.{key}` does nothing without `speech_eval.asr`", "--set speech_eval.asr=base"
         return
     if speech_eval.sentences is None and speech_eval.data is None and data.evaluation is None:

@@ -1,4 +1,5 @@
-"""Speech evaluation during training, with the same items and sampling seeds at every step, to rank checkpoints.
+"""Speech evaluation during training, with the same items and sampling seeds at every step, to rank checkpoints. Without
+a recognizer the items are spoken and kept, and nothing is ranked.
 
 RUN/speech_eval/
   real/               the recordings of the items, if there are any
@@ -26,7 +27,7 @@ from myna.core.progress import ProgressCallback, silent
 from myna.data.codec import Codec
 from myna.data.conversation import Reference
 from myna.evaluate import pipeline, ranking, scoring
-from myna.evaluate.items import EvalSet, load_eval_set, split_items
+from myna.evaluate.items import EvalItem, EvalSet, load_eval_set, split_items
 from myna.evaluate.metrics import REAL
 from myna.evaluate.pipeline import Recordings, SpeechSystem, System
 from myna.models import open_family
@@ -42,6 +43,7 @@ REQUIRED_SCORERS = ("asr", "speaker_encoder", "distillmos")
 """Scorers that the ranking rule needs."""
 SHOWN_STEP_ITEMS = 6
 """Items with players on the page of a training run, each at several steps."""
+BESIDE = "Every item of every step lies beside this page, with its spectrogram."
 TRACKED_ITEMS = 4
 """Number of items whose audio goes to the trackers at each evaluation."""
 
@@ -74,13 +76,15 @@ class SpeechEvaluation:
         family = open_family(model.source, revision=model.revision, codec=model.codec)
         if not isinstance(family, SpeakingFamily):
             raise ConfigError(
-                f"`speech_eval.asr` is for models that speak, and {family.source} answers in words",
-                hint="--set speech_eval.asr=null, and evaluate the run with `myna answer`",
+                f"`speech_eval` is for models that speak, and {family.source} answers in words",
+                hint="leave `speech_eval` out of the recipe, and evaluate the run with `myna answer`",
             )
         choice = (settings.seed, settings.limit, settings.language)
         speakers = settings.data or data.evaluation or (data.train if settings.sentences is not None else None)
         eval_set = load_eval_set(speakers, settings.sentences, data, *choice, data.scene)
-        choosing, confirming = split_items(eval_set.items, settings.seed)
+        choosing, confirming = list(eval_set.items), list[EvalItem]()
+        if recipe.evaluates_speech:
+            choosing, confirming = split_items(eval_set.items, settings.seed)
         forgetting_set, forgetting = None, settings.forgetting_data
         if forgetting is not None:
             prepared, sentences = (forgetting, None) if forgetting.is_dir() else (None, forgetting)
@@ -90,7 +94,7 @@ class SpeechEvaluation:
         return cls(
             recipe=recipe,
             folder=run / "speech_eval",
-            scorers=open_required_scorers(settings),
+            scorers=open_required_scorers(settings) if recipe.evaluates_speech else scoring.Scorers(),
             family=family,
             device=device,
             eval_set=replace(eval_set, items=tuple(choosing)),
@@ -107,6 +111,8 @@ class SpeechEvaluation:
 
     def describe(self) -> Sequence[str]:
         items, speakers = len(self.eval_set.items), len({item.speaker for item in self.eval_set.items})
+        if not self.recipe.evaluates_speech:
+            return [f"speech samples: {items} sentences are spoken, kept and not scored", *self.eval_set.notes]
         confirming = len(self.confirmation_set.items) if self.confirmation_set is not None else 0
         forgetting = f", and {len(self.forgetting_set.items)} of the forgetting set" if self.forgetting_set else ""
         scorers = ", ".join(self.scorers.names[scorer] for scorer in REQUIRED_SCORERS)
@@ -146,6 +152,9 @@ class SpeechEvaluation:
         if step == 0:
             self.recordings = self._score(self.eval_set, Recordings(REAL, codec.sample_rate), self.folder / "real")
         samples = self._spectrograms(rows, folder, codec.sample_rate)
+        if not self.recipe.evaluates_speech:
+            save_text(self.folder / "report.html", samples_page(self.history, self.folder))
+            return SpeechScores({}, is_best=False, samples=samples)
         best = self.history.best_step
         if step in (0, best):
             confirmation = self._score(self.confirmation_set, self._system(engine), folder / "confirmation")
@@ -157,7 +166,8 @@ class SpeechEvaluation:
         return SpeechScores(checkpoint.to_json(best), best == step, history.is_highest, samples)
 
     def summarize(self) -> Sequence[str]:
-        return [*ranking.training_conclusion(self.history), f"listen to it: {self.folder / 'report.html'}"]
+        conclusion = ranking.training_conclusion(self.history) if self.recipe.evaluates_speech else []
+        return [*conclusion, f"listen to it: {self.folder / 'report.html'}"]
 
     def _system(self, engine: Engine) -> SpeechSystem:
         seed = self.recipe.speech_eval.seed
@@ -177,8 +187,7 @@ class SpeechEvaluation:
         rows = (
             pipeline.read_item_scores(folder / pipeline.ITEMS_FILE) if (folder / pipeline.ITEMS_FILE).is_file() else []
         )
-        for scorer in REQUIRED_SCORERS:
-            name = self.scorers.names[scorer]
+        for scorer, name in self.scorers.names.items():
             # The name of a speaker encoder is followed by a hash of the clips it was compared with.
             models = {getattr(row, f"{scorer}_model") for row in rows} - {"", name}
             if others := [model for model in models if not model.startswith(f"{name} ")]:
@@ -245,9 +254,17 @@ def training_page(history: ranking.TrainingHistory, folder: Path) -> str:
         ),
         page.heading("Listen"),
         *_step_items(history, shown, folder),
-        page.footer("Every item of every step lies beside this page, with its spectrogram."),
+        page.footer(BESIDE),
     ]
     return page.render_page(title, sections)
+
+
+def samples_page(history: ranking.TrainingHistory, folder: Path) -> str:
+    """Render what was spoken without being scored: by the base model, in the middle and at the latest step."""
+    title, middle = f"{history.name}, speech during training", history.steps[len(history.steps) // 2].step
+    lead = "The same sentences at each step. Nothing is scored: `speech_eval.asr` would rank the checkpoints."
+    items = _step_items(history, middle, folder)
+    return page.render_page(title, [page.heading(title, 1), page.paragraph(lead, "lead"), *items, page.footer(BESIDE)])
 
 
 def _step_row(one: ranking.CheckpointScore, best: int | None, forgets: bool) -> list[page.Cell]:
@@ -282,7 +299,7 @@ def _step_items(history: ranking.TrainingHistory, shown: int, folder: Path) -> l
             row,
             {name: rows[name][row.id] for name in order if row.id in rows[name]},
             folders,
-            lambda row: [f"score {ranking.item_score(row):.2f}: “{row.transcript or ''}”"],
+            lambda row: [f"score {ranking.item_score(row):.2f}: “{row.transcript}”"] if row.asr_model else [],
         )
         for row in history.steps[0].rows[:SHOWN_STEP_ITEMS]
     ]

@@ -312,7 +312,7 @@ def mark_seen_items(
         # The run may be a `best/` or a checkpoint in the folder whose items chose the best checkpoint.
         folders = (run.folder, *run.folder.absolute().parents[:2])
         files = (folder / "speech_eval" / pipeline.step_folder(0) / pipeline.ITEMS_FILE for folder in folders)
-        chose = next((file for file in files if file.is_file()), None)
+        chose = next((file for file in files if run.recipe.evaluates_speech and file.is_file()), None)
         chosen_by = {(row.id, row.text) for row in pipeline.read_item_scores(chose)} if chose is not None else set()
         for row in rows[system.name]:
             row.trained_on = found.get(row.id, "")

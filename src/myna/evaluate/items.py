@@ -6,13 +6,14 @@ import functools
 import gzip
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from myna.audio.files import Samples, probe, read_audio
 from myna.core.config import DataSettings
-from myna.core.errors import DataError
+from myna.core.errors import AudioError, DataError
 from myna.core.io import bytes_hash, file_hash, is_file, string_hash
 from myna.data.dataset import PreparedDataset
 from myna.data.manifest import Utterance
@@ -81,9 +82,24 @@ class EvalSet:
     """Sentences on items without a reference or a language."""
 
 
+@contextmanager
+def _missing_clip_named(utterance: Utterance) -> Iterator[None]:
+    """Name the clip whose recording is gone, and the likely cause."""
+    try:
+        yield
+    except (AudioError, FileNotFoundError):
+        if is_file(utterance.audio):
+            raise
+        raise DataError(
+            f"the recording of {utterance.id} is not there: {utterance.audio}",
+            hint="it was moved, or `myna curate` has cut other clips since: myna prepare SOURCE --out DATA again",
+        ) from None
+
+
 def load_clip(utterance: Utterance, sample_rate: int) -> Samples:
-    span = utterance.span
-    return read_audio(utterance.audio, sample_rate=sample_rate, span=(span.start, span.end) if span else None)
+    span = (utterance.span.start, utterance.span.end) if utterance.span else None
+    with _missing_clip_named(utterance):
+        return read_audio(utterance.audio, sample_rate=sample_rate, span=span)
 
 
 _probe = functools.lru_cache(maxsize=65_536)(probe)
@@ -94,13 +110,15 @@ def clip_seconds(utterance: Utterance) -> float:
     span = utterance.span
     if span is not None and span.end is not None:
         return span.end - span.start
-    return _probe(utterance.audio).seconds - (span.start if span else 0.0)
+    with _missing_clip_named(utterance):
+        return _probe(utterance.audio).seconds - (span.start if span else 0.0)
 
 
 def recording_key(utterance: Utterance) -> str:
     """Identify a recording by its content, wherever the file is."""
     span = utterance.span
-    return f"{_file_key(utterance.audio)}@{span.start}-{span.end}" if span else _file_key(utterance.audio)
+    with _missing_clip_named(utterance):
+        return _file_key(utterance.audio) + (f"@{span.start}-{span.end}" if span else "")
 
 
 MAX_CLIPS_PER_SPEAKER, MIN_CLIPS_PER_SPEAKER, MAX_CLIPS = 10, 3, 400

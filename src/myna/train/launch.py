@@ -57,8 +57,8 @@ def start_training(
     with report_failures(), ExitStack() as stack:
         evaluation = None
         is_needed = process.is_main and not (resume and run.is_finished)
-        if recipe.evaluates_speech and is_needed:
-            assert open_evaluation is not None, "the recipe evaluates speech"
+        if (recipe.evaluates_speech or recipe.speaks_samples) and is_needed:
+            assert open_evaluation is not None, "the recipe has speech spoken"
             evaluation = open_evaluation(recipe, run.folder, progress)
         if is_needed and not dry_run:
             # Rank 0 makes the folder and holds its lock; the others never write to it.

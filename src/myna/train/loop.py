@@ -84,7 +84,8 @@ class _Logger:
         )
 
     def speech_scores(self, step: int, scores: SpeechScores) -> None:
-        self.metrics({"step": step, "speech_eval": scores.row})
+        if scores.row:  # samples have no scores
+            self.metrics({"step": step, "speech_eval": scores.row})
         log_samples(self.accelerator, scores.samples, step)
 
 
@@ -100,7 +101,7 @@ def run_training(
 ) -> None:
     """Train into the run folder. A dry run ends before the first step, and writes nothing.
 
-    With `speech_eval.asr`, rank 0 needs a callback, and the others none. `describe` adds a model card to the result
+    With `speech_eval`, rank 0 needs a callback, and the others none. `describe` adds a model card to the result
     before it gets its final name.
     """
     with ExitStack() as resources:
@@ -108,7 +109,8 @@ def run_training(
         if resume and run.is_finished:
             observer.on_message(f"{run.folder} is finished: its result is {run.result}")
             return
-        assert (callback is not None) == (recipe.evaluates_speech and process.is_main), "rank 0 has the callback"
+        speaks = recipe.evaluates_speech or recipe.speaks_samples
+        assert (callback is not None) == (speaks and process.is_main), "rank 0 has the callback"
 
         # Device and precision.
         device = process.device(settings.device)
@@ -167,7 +169,7 @@ def run_training(
         steps = settings.steps or math.ceil((settings.epochs or 1) * rows_in_epoch / settings.batch_size)
         evaluate_every = settings.evaluate_every or max(1, steps // 10)
         save_every = settings.save_every or evaluate_every
-        speech_every = (recipe.speech_eval.every or evaluate_every) if recipe.evaluates_speech else None
+        speech_every = recipe.speech_eval.every or (evaluate_every if recipe.evaluates_speech else save_every)
         final_weights = term_weights(family.loss_terms, recipe.loss)
         steps_in_epoch, utterances = rows_in_epoch / settings.batch_size, len(loader.reference_sampler.targets)
         log(
@@ -218,7 +220,7 @@ def run_training(
             losses = trainer.evaluate(evaluation.evaluation_batches(settings.micro_batch_size, shard), final_weights)
             logger.metrics({"step": 0, "evaluation": losses})
             progress = replace(progress, base_loss=finite_or_none(losses["loss"]))
-        if speech_every is not None and not progress.base_speech_evaluated:
+        if speaks and not progress.base_speech_evaluated:
             logger.speech_scores(0, run_callback(trainer, callback, 0))
             progress = replace(progress, base_speech_evaluated=True)
 
@@ -256,13 +258,14 @@ def run_training(
                     logger.metrics({"step": step, "evaluation": losses})
                     if not math.isfinite(losses["loss"]):
                         log(f"the evaluation loss of step {step} is not a number: it cannot be the best")
-                    if speech_every is None:
+                    if not recipe.evaluates_speech:
                         progress = _update_progress(progress, losses["loss"])
-                if speech_every is not None and (step % speech_every == 0 or step == steps):
+                if speaks and (step % speech_every == 0 or step == steps):
                     trainer.check_same_weights()
                     scores = run_callback(trainer, callback, step)
                     logger.speech_scores(step, scores)
-                    progress = _update_speech_progress(progress, scores)
+                    if recipe.evaluates_speech:
+                        progress = _update_speech_progress(progress, scores)
                 early_stop = _is_early_stop(recipe, progress)
                 if early_stop:
                     log(f"no better evaluation since step {progress.best_step}: stopping early")
@@ -276,7 +279,7 @@ def run_training(
             log(f"stopped after step {progress.step} as asked; go on with: myna train --resume {run.folder}")
         else:
             log(f"saved {checkpoints.publish(progress, describe)}")
-            if speech_every is None:
+            if not recipe.evaluates_speech:
                 _log_gain(progress, "the untuned model" if recipe.adapt.init is None else recipe.adapt.init, log)
             for line in callback.summarize() if callback is not None else ():
                 log(line)
