@@ -341,6 +341,21 @@ def test_a_text_head_may_learn_from_text(recipe: Path) -> None:
     assert found.adapt.train_modules == ("text_head",)
 
 
+def test_a_wrong_value_is_explained_by_the_meaning_of_its_setting(recipe: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe, ["train.learning_rate=fast"])
+    assert caught.value.hint == "change `train.learning_rate`: Peak learning rate, after the warm-up."
+
+
+def test_sentences_without_a_recogniser_are_samples(recipe: Path) -> None:
+    """Settings that only scores need are refused then."""
+    found = load_recipe(recipe, ["speech_eval.sentences=lines.txt", "speech_eval.limit=3"])
+    assert found.speaks_samples and not found.evaluates_speech and not found.publishes_best
+    assert not load_recipe(recipe).speaks_samples
+    with pytest.raises(ConfigError, match="`speech_eval.min_mos` does nothing without"):
+        load_recipe(recipe, ["speech_eval.sentences=lines.txt", "speech_eval.min_mos=3"])
+
+
 def test_speech_is_evaluated_if_a_recogniser_is_named(recipe: Path, tmp_path: Path) -> None:
     assert not load_recipe(recipe).evaluates_speech
     assert not load_recipe(recipe, ["speech_eval.limit=3", "speech_eval.asr=null"]).evaluates_speech, (

@@ -185,9 +185,7 @@ def check_whisper() -> Iterator[Check]:
 
     folder = whisper_folder()
     if util.find_spec("faster_whisper") is None:
-        yield Check(
-            "whisper", "warning", "faster-whisper is absent, so `--asr` names can only be transformers'", INSTALL
-        )
+        yield Check("whisper", "warning", "faster-whisper is absent, which `--asr base` needs", INSTALL)
     elif not all((folder / file).is_file() for file in REQUIRED_FILES):
         detail = f"none at {folder}: without a network `--asr` needs the folder of one"
         yield Check("whisper", "warning", detail, "myna setup metrics")

@@ -410,12 +410,12 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def valid_keys(settings: type[Settings] = Recipe, prefix: str = "") -> list[str]:
-    """Return all valid dotted keys."""
-    keys = []
+def valid_keys(settings: type[Settings] = Recipe, prefix: str = "") -> dict[str, str]:
+    """Return all valid dotted keys, each with the first sentence of its description."""
+    keys: dict[str, str] = {}
     for name, field in settings.model_fields.items():
-        branch = settings_group(field.annotation)
-        keys += valid_keys(branch, f"{prefix}{name}.") if branch else [prefix + name]
+        branch, description = settings_group(field.annotation), " ".join((field.description or "").split())
+        keys |= valid_keys(branch, f"{prefix}{name}.") if branch else {prefix + name: description.partition(". ")[0]}
     return keys
 
 
@@ -479,19 +479,9 @@ def _explained(error: ValidationError, where: str, root: type[Settings]) -> Conf
             hints.append("write it in quotes")
         else:
             lines.append(f"{where}: `{key}`{items.rstrip(',')}: {problem['msg']} (got {problem['input']!r})")
-            hints.append(f"change `{key}`: {_meaning(key, root)}")
+            meaning = valid_keys(root).get(key)
+            hints.append(f"change `{key}`: {meaning}" if meaning else f"change `{key}`")
     return ConfigError("\n".join(dict.fromkeys(lines)), hint="; ".join(dict.fromkeys(hints)))
-
-
-def _meaning(key: str, root: type[Settings]) -> str:
-    """Return the first sentence of the description of a setting."""
-    group, _, rest = key.partition(".")
-    field = root.model_fields.get(group)
-    inner = settings_group(field.annotation) if field is not None else None
-    if rest and inner is not None:
-        return _meaning(rest, inner)
-    description = " ".join((field.description or "").split()) if field is not None else ""
-    return description.partition(". ")[0] or f"a setting of {root.__name__}"
 
 
 def _nearest(key: str, root: type[Settings]) -> str:

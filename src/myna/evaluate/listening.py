@@ -156,7 +156,7 @@ def load_listener_answers(folder: Path) -> list[ListenerAnswers]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PreferenceCount:
     """Numbers of answers that prefer each of two systems, or neither."""
 

@@ -95,7 +95,7 @@ class Phi4Renderer(PromptRenderer):
                     raise DataError(
                         f"{conversation.id} is to be spoken, and this model answers in words: its manifest line has no "
                         "answer",
-                        hint="give its line an `answer`, and a `question` if you like, or import scores: myna import --help",
+                        hint="give its line an `answer`, or import scores: myna import --help",
                     )
                 yield PromptSegment("audio", f"{part.id}: {len(part.codes) / self.frame_rate:.2f} s", False, part)
             yield PromptSegment("special", END, supervised)
