@@ -352,7 +352,7 @@ def test_sentences_without_a_recogniser_are_samples(recipe: Path) -> None:
     found = load_recipe(recipe, ["speech_eval.sentences=lines.txt", "speech_eval.limit=3"])
     assert found.speaks_samples and not found.evaluates_speech and not found.publishes_best
     assert not load_recipe(recipe).speaks_samples
-    with pytest.raises(ConfigError, match="`speech_eval.min_mos` does nothing without"):
+    with pytest.raises(ConfigError, match=r"`speech_eval.min_mos` does nothing without"):
         load_recipe(recipe, ["speech_eval.sentences=lines.txt", "speech_eval.min_mos=3"])
 
 

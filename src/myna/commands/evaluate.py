@@ -144,16 +144,16 @@ def _settings(options: EvaluationOptions) -> EvaluationSettings:
 
 
 def _show_metrics(results: Evaluation | Comparison) -> None:
-    """Print warnings, then the metrics of each system."""
+    """Print warnings, then the metrics of each system that has items: sentences have no recordings."""
     from myna.evaluate import metrics
 
     show_warnings(results.warnings)
-    rows = []
+    rows, measured = [], {name: found for name, found in results.estimates.items() if results.rows[name]}
     for metric in metrics.METRICS:
-        estimates = [found.get(metric.key) for found in results.estimates.values()]
+        estimates = [found.get(metric.key) for found in measured.values()]
         if any(estimate is not None and estimate.n for estimate in estimates):
             rows.append([metric.title, *(metric.format_estimate(value) if value else "" for value in estimates)])
-    show_table(["", *map(metrics.system_title, results.estimates)], rows)
+    show_table(["", *map(metrics.system_title, measured)], rows)
 
 
 def _show_preferences(preferences: Preferences, *, stderr: bool = False) -> None:

@@ -270,17 +270,17 @@ def samples_page(history: ranking.TrainingHistory, folder: Path) -> str:
 def _step_row(one: ranking.CheckpointScore, best: int | None, forgets: bool) -> list[page.Cell]:
     """Show a checkpoint; the base model is only compared with."""
     is_base = one.step == 0
-    confirmed = ranking.format_score(one.confirmed_gain, signed=True) if one.confirmed_gain.n else "not spoken"
+    confirmed = ranking.SCORE.format_estimate(one.confirmed_gain, signed=True) if one.confirmed_gain.n else "not spoken"
     row: list[page.Cell] = [
         ranking.step_name(one.step),
-        ranking.format_score(one.score),
-        "" if is_base else ranking.format_score(one.gain, signed=True),
+        ranking.SCORE.format_estimate(one.score),
+        "" if is_base else ranking.SCORE.format_estimate(one.gain, signed=True),
         "" if is_base else confirmed,
         *(metric.format(one.metrics[metric.key]) for metric in ranking.SHOWN_METRICS),
         str(one.looped),
     ]
     if forgets:
-        row.append("" if is_base else ranking.format_score(one.forgetting_change, signed=True))
+        row.append("" if is_base else ranking.SCORE.format_estimate(one.forgetting_change, signed=True))
     verdict = page.cell("the best", "good") if one.step == best else page.cell("; ".join(one.violations), "bad")
     return [*row, "" if is_base else verdict]
 

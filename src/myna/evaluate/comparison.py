@@ -102,13 +102,13 @@ def compare_systems(
         real = next((found for one in evaluated if (found := _read_system(REAL, one.folder, REAL)).rows), None)
         notes: list[str] = []
         if sources:
-            eval_set, scorers = settings.eval_set(sources[0]), settings.open_scorers()
+            eval_set = settings.eval_set(sources[0])
             generated = [source.system(seed=settings.seed, device=settings.device) for source in sources]
             # `myna evaluate` leaves its results in the folders of runs.
             of_runs = [source.ref.run.folder / "evaluation" for source in sources if source.ref.run is not None]
             folders = [one.folder for one in evaluated] + [one for one in of_runs if (one / EVALUATION_FILE).is_file()]
             spoken: list[pipeline.System] = [Recordings(REAL, generated[0].sample_rate), *generated]
-            rows, notes = settings.score(eval_set, spoken, scorers, out, progress, reuse=folders)
+            rows, scorers, notes = settings.score(eval_set, spoken, out, folders, progress)
             missing |= missing_metrics(scorers.missing)
             scored = {name: listening.ComparedSystem(name, items, out) for name, items in rows.items()}
             real = scored.pop(REAL)

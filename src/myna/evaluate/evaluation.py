@@ -80,9 +80,6 @@ class EvaluationSettings:
     def inputs(self) -> list[Path]:
         return [path for path in (self.data, self.sentences) if path is not None]
 
-    def open_scorers(self) -> Scorers:
-        return Scorers.open(self.asr, self.speaker_encoder, device=self.device)
-
     def eval_set(self, subject: Subject) -> EvalSet:
         """Load the items of `sentences` or of `data`; by default the held-out data of the subject."""
         data, sentences, run = self.data, self.sentences, subject.ref.run
@@ -98,20 +95,16 @@ class EvaluationSettings:
         return load_eval_set(data, sentences, settings, self.seed, self.limit, self.language, scene)
 
     def score(
-        self,
-        eval_set: EvalSet,
-        systems: Sequence[System],
-        scorers: Scorers,
-        out: Path,
-        progress: ProgressCallback,
-        reuse: Sequence[Path] = (),
-    ) -> tuple[dict[str, list[ItemScores]], list[str]]:
-        """Score the systems, say which items they had seen before, and return notes on what is not as one expects."""
-        size = self.batch_size
+        self, eval_set: EvalSet, systems: Sequence[System], out: Path, reuse: Sequence[Path], progress: ProgressCallback
+    ) -> tuple[dict[str, list[ItemScores]], Scorers, list[str]]:
+        """Open the scorers, score the systems and mark items that they had seen. Also return notes for the user."""
+        scorers, size = Scorers.open(self.asr, self.speaker_encoder, device=self.device), self.batch_size
         rows = pipeline.score_systems(
             eval_set, systems, scorers, out, batch_size=size, progress=progress, save_references=True, reuse=reuse
         )
-        return rows, [*eval_set.notes, *scorers.notes, *mark_seen_items(systems, eval_set.items, rows)]
+        seen = mark_seen_items(systems, eval_set.items, rows)
+        pipeline.write_item_scores(out / pipeline.ITEMS_FILE, itertools.chain.from_iterable(rows.values()))
+        return rows, scorers, [*eval_set.notes, *scorers.notes, *seen]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,9 +259,7 @@ def evaluate_system(
             Recordings(ROUND_TRIP, rate, revision, lambda clip: codec.decode(encode_clip(codec, clip))),
             *(system, *base, *others),
         ]
-        scorers = settings.open_scorers()
-        rows, notes = settings.score(eval_set, systems, scorers, out, progress)
-        pipeline.write_item_scores(out / pipeline.ITEMS_FILE, itertools.chain.from_iterable(rows.values()))
+        rows, scorers, notes = settings.score(eval_set, systems, out, (), progress)
         metadata = {one.name: one.metadata for one in systems}
         evaluation = Evaluation(
             folder=out,

@@ -206,13 +206,6 @@ def step_name(step: int) -> str:
     return f"step {step}" if step else "base model"
 
 
-def format_score(figure: Estimate, *, signed: bool = False) -> str:
-    if figure.mean is None:
-        return "not measured"
-    sign = "+" if signed else ""
-    return f"{figure.mean:{sign}.3f} [{figure.low:{sign}.3f}, {figure.high:{sign}.3f}]"
-
-
 def training_conclusion(history: TrainingHistory) -> list[str]:
     """Say which step is the best, what was gained, and likely reasons if nothing was."""
     checkpoints, best = history.checkpoints, history.best
@@ -231,12 +224,12 @@ def training_conclusion(history: TrainingHistory) -> list[str]:
         if not (highest.gain.low or 0.0) > 0:
             lines += [
                 f"no checkpoint is better than the base model: the highest is step {highest.step}, score "
-                f"{highest.score.mean:.3f}, {format_score(highest.gain, signed=True)} over it",
+                f"{highest.score.mean:.3f}, {SCORE.format_estimate(highest.gain, signed=True)} over it",
                 f"likely reasons: {'; '.join(_reasons(history, highest))}",
             ]
         return [*lines, _metrics(highest), *excluded]
     gain = best.confirmed_gain
-    measured = f"{format_score(gain, signed=True)} over the base model on {gain.n} items that chose nothing"
+    measured = f"{SCORE.format_estimate(gain, signed=True)} over the base model on {gain.n} items that chose nothing"
     result = f"step {best.step} is the best: score {best.score.mean:.3f}, {measured if gain.n else 'the only item'}"
     if best.beats_base:
         return [result, _metrics(best), *excluded]
