@@ -135,7 +135,8 @@ def test_clips_within_chatml_are_written_down(folder: Path) -> None:
         ({"text": " "}, "no text"),
         ({"id": "x"}, "there is no `text`"),
         ({"text": "a", "referense": "anna.wav"}, "unknown: referense"),
-        ({"text": "a", "reference": "anna.wav"}, "1 references but 0"),
+        ({"text": "a", "reference": "anna.wav", "reference_text": ["b", "c"]}, "1 references but 2"),
+        ({"text": "a", "reference": "anna.wav"}, "silence"),  # nothing to hear
         ({"text": "a", "reference": "gone.wav", "reference_text": "b"}, r"gone\.wav is not there"),
         ({"text": "a", "reference": "anna.wav", "reference_text": ""}, "reference 1 is empty"),
         ({"text": "a", "seed": "1"}, "`seed`"),

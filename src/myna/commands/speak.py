@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from myna.models.ref import ModelRef
     from myna.speak.answering import AnswerModel
     from myna.speak.engine import Speech, SpeechStream
+    from myna.speak.request import ReferenceRecording
     from myna.speak.voice import Voice
 
 OUTPUT, TAKES = "Output", "Takes"
@@ -132,7 +133,8 @@ def _(
     import numpy as np
 
     from myna.audio.files import check_audio_suffix
-    from myna.speak.request import read_speech_text, speech_request
+    from myna.speak.references import speech_request
+    from myna.speak.request import read_speech_text
 
     if (text is None) == (text_file is None):
         raise SpeakError(
@@ -140,7 +142,7 @@ def _(
             hint='myna speak "Good morning." --out morning.wav ...; after -- a text may begin with -o or -m too',
         )
     _check_outputs(out, takes=takes, best=best, codes=codes, stream=stream, play=play)
-    if (keep_takes or asr is not None) and not best:
+    if (keep_takes or (asr is not None and not _lacks_transcripts(options))) and not best:
         name = "--keep-takes" if keep_takes else "--asr"
         raise SpeakError(f"{name} goes with --best", hint="--takes 4 --best")
     speech, inputs = _pick(options, SpeechOptions), [*_references(options), *([text_file] if text_file else [])]
@@ -153,7 +155,10 @@ def _(
     for file in (*written, *codes_files):
         check_output_file(file, inputs=[Path(file) for file in inputs], force=force)
     text = read_speech_text(Path(text_file)) if text_file is not None else str(text)
-    speech_request(text, **speech).check()
+    warnings.simplefilter("ignore", ReferenceWarning)  # what they say is shown
+    request = speech_request(text, asr=asr, **speech)
+    request.check()
+    speech |= _show_heard(request.recordings)
     voice = _open_voice(options)
     if stream or play:
         _stream_speech(voice.stream(text, **speech), take_files, play=play, force=force)
@@ -204,14 +209,19 @@ def _(
     """Speak the lines of a file into a folder, many at a time. Given again, it goes on where it was interrupted.
 
     Options set what a line does not say itself."""
-    from myna.speak import lines, request
+    from myna.speak import lines, references
 
-    if (keep_takes or asr is not None) and takes == 1:
-        name = "--keep-takes" if keep_takes else "--asr"
-        raise SpeakError(f"{name} chooses among several takes", hint="--takes 4")
+    if keep_takes and takes == 1:
+        raise SpeakError("--keep-takes chooses among several takes", hint="--takes 4")
+    warnings.simplefilter("ignore", ReferenceWarning)  # what they say is shown
     speech = _pick(options, SpeechOptions)
-    defaults = request.speech_request("", **speech)
-    lines.open_lines(Path(file), Path(out), defaults, suffix=f".{format}", force=force)
+    defaults = references.speech_request("", asr=asr, **speech)
+    opened = lines.open_lines(Path(file), Path(out), defaults, suffix=f".{format}", asr=asr, force=force)
+    heard = _show_heard([recording for line in opened for recording in line.request.recordings])
+    if asr is not None and takes == 1 and not heard:
+        raise SpeakError(
+            "--asr chooses among several takes, or hears references without a transcript", hint="--takes 4"
+        )
     voice = _open_voice(options)
     spoken = call_with_bars(
         voice.speak_lines,
@@ -288,6 +298,17 @@ def _references(options: SpeakOptions) -> list[PathLike]:
     return [given] if isinstance(given, str | os.PathLike) else list(given)
 
 
+def _lacks_transcripts(options: SpeakOptions) -> bool:
+    return "reference" in options and "reference_text" not in options
+
+
+def _show_heard(recordings: Sequence[ReferenceRecording]) -> dict[str, Any]:
+    """Print what was heard in references without a transcript, and return it as options for the request that speaks."""
+    heard = {one.file: one.text for one in recordings if one.heard}
+    show(*(f'{file}: heard "{text}"' for file, text in heard.items()), stderr=True)
+    return {"reference_text": [one.text for one in recordings]} if heard else {}
+
+
 def _open_voice(options: SpeakOptions) -> Voice:
     """Load the model, once mistakes that need no model are ruled out: seconds go into imports."""
     from myna.models.ref import ModelRef
@@ -300,7 +321,6 @@ def _open_voice(options: SpeakOptions) -> Voice:
         check_installed()
     if problems := [problem for file in _references(options) for problem in open_reference(Path(file)).problems]:
         show_warnings(problems, stderr=True)
-        warnings.simplefilter("ignore", ReferenceWarning)  # they were shown
     ref = ModelRef.from_options(opened.pop("run", None), opened.pop("model", None))
     gc.disable()  # imported modules are no garbage, and a second would go into looking for some
     try:

@@ -59,6 +59,8 @@ def add_voice(
 def _(call: Call[StoredVoice]) -> None:
     voice = call()
     _show_voices([voice])
+    if not call.keywords.get("texts"):
+        show(*(f'{recording.file}: heard "{recording.text}"' for recording in voice.recordings))
     show(f'myna speak "your words" --voice "{voice.name}" --model MODEL -o out.wav')
 
 

@@ -13,7 +13,8 @@ class VoiceOptions(TypedDict, total=False):
     reference: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     """Recording of the voice to speak in, of at most 60 s; several for a text with `[SPEAKER0]`, `[SPEAKER1]` tags."""
     reference_text: str | Sequence[str]
-    """Transcript of that recording; one for each."""
+    """Transcript of that recording; one for each. If left out, it is heard by the recogniser of `myna setup metrics`,
+    and shown."""
     voice: str | None
     """A stored voice of `myna voice list`, in place of a reference."""
     scene: str | None

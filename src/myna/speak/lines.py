@@ -27,11 +27,13 @@ from myna.core.io import bytes_hash, claim_folder, file_hash, is_file, lock_fold
 from myna.core.progress import ProgressCallback
 from myna.data.importers import conversations, records
 from myna.data.importers.records import RecordError, SourceRecord, require_type
+from myna.speak.references import transcribed_reference
 from myna.speak.request import ReferenceRecording, SpeechRequest, read_reference
 from myna.text.normalization import normalise_text
 
 if TYPE_CHECKING:
     from myna.data.conversation import Reference
+    from myna.data.manifest import Span
     from myna.evaluate.takes import TakeRanker
     from myna.speak.batch import SpeechPlan
     from myna.speak.engine import Engine, Speech
@@ -57,9 +59,9 @@ class SpeechLine:
     """File name without a suffix, unlike that of any other line."""
 
 
-def read_lines(file: Path, media: Path, defaults: SpeechRequest) -> list[SpeechLine]:
-    """Read and check all lines of a file. Settings that a line lacks are those of `defaults`, references too. `media`
-    is the folder for clips that ChatML carries within it."""
+def read_lines(file: Path, media: Path, defaults: SpeechRequest, asr: str | None = None) -> list[SpeechLine]:
+    """Read and check all lines of a file. Settings that a line lacks are those of `defaults`, references too; their
+    transcripts are heard by `asr`. `media` is the folder for clips that ChatML carries within it."""
     is_json = file.suffix in (".jsonl", ".json")
     lines: list[SpeechLine] = []
     context, ids, names = records.ImportContext(media), dict[str, int](), set[str]()
@@ -68,14 +70,11 @@ def read_lines(file: Path, media: Path, defaults: SpeechRequest) -> list[SpeechL
             if isinstance(record.data, RecordError):
                 raise record.data
             is_chatml = "messages" in record.data
-            line = _from_chatml(record, context, defaults) if is_chatml else _from_fields(record, defaults)
+            line = _from_chatml(record, context, defaults, asr) if is_chatml else _from_fields(record, defaults, asr)
             line.request.check()
-            for reference in line.request.recordings:
-                if not is_file(reference.file):
-                    raise RecordError("missing file", f"the reference {reference.file} is not there")
-        except (RecordError, SpeakError) as error:
-            what = error.what if isinstance(error, SpeakError) else error.detail or error.reason
-            hint = error.hint if isinstance(error, SpeakError) else LINES_HINT
+        except (RecordError, MynaError) as error:
+            what = error.what if isinstance(error, MynaError) else error.detail or error.reason
+            hint = error.hint if isinstance(error, MynaError) else LINES_HINT
             number = record.line or getattr(error, "line", None)
             raise SpeakError(f"{file}:{number}: {what}" if number else f"{file}: {what}", hint=hint) from None
         if line.id in ids:
@@ -90,12 +89,14 @@ def read_lines(file: Path, media: Path, defaults: SpeechRequest) -> list[SpeechL
     return lines
 
 
-def open_lines(file: Path, out: Path, defaults: SpeechRequest, *, suffix: str, force: bool) -> list[SpeechLine]:
+def open_lines(
+    file: Path, out: Path, defaults: SpeechRequest, *, suffix: str, asr: str | None = None, force: bool
+) -> list[SpeechLine]:
     """Read and check the lines of a file, and make the folder for them, before a model is opened."""
     if not is_file(file):
         raise SpeakError(f"{file} is not there", hint="give a file: text, .jsonl or .json")
     claim_folder(out, "spoken lines", known=(SPOKEN_FILE,), inputs=(file,), force=force)
-    lines = read_lines(file, out / MEDIA_FOLDER, defaults)
+    lines = read_lines(file, out / MEDIA_FOLDER, defaults, asr)
     inputs = {one.file.resolve() for line in lines for one in line.request.recordings}
     for line in lines:
         if (out / f"{line.name}{suffix}").resolve() in inputs:
@@ -113,22 +114,32 @@ def _text_records(file: Path) -> Iterator[SourceRecord]:
             yield SourceRecord(file, number, RecordError("not UTF-8", f"not UTF-8: {error}"))
 
 
-def _from_fields(record: SourceRecord, defaults: SpeechRequest) -> SpeechLine:
+def _reference(
+    file: Path, text: str | None, asr: str | None, language: str, span: Span | None = None
+) -> ReferenceRecording:
+    if not is_file(file):
+        raise RecordError("missing file", f"the reference {file} is not there")
+    return transcribed_reference(file, None if text is None else normalise_text(text), asr, language, span)
+
+
+def _from_fields(record: SourceRecord, defaults: SpeechRequest, asr: str | None) -> SpeechLine:
     assert record.line is not None and not isinstance(record.data, RecordError)
     data: Mapping[str, Any] = record.data
     if unknown := sorted(data.keys() - set(FIELDS)):
         raise RecordError("malformed", f"unknown: {', '.join(unknown)}; a line has {', '.join(FIELDS)}")
     audio, texts = (_listed(data.get(name), name) for name in ("reference", "reference_text"))
-    if len(audio) != len(texts):
+    if texts and len(audio) != len(texts):
         raise RecordError("malformed", f"{len(audio)} references but {len(texts)} reference texts")
     seed, scene, id = data.get("seed"), data.get("scene"), data.get("id")
     if seed is not None and type(seed) is not int:
         raise RecordError("malformed", f"`seed` is {seed!r}, not a whole number")
     if id is not None and type(id) not in (str, int):
         raise RecordError("malformed", f"`id` is {id!r}, not a name")
+    language = require_type(data.get("language") or "", str, "language") or defaults.language
+    said: list[str | None] = [*texts] if texts else [None] * len(audio)
     references = tuple(
-        ReferenceRecording(records.find_file(path, record.source.parent, Path()), normalise_text(text))
-        for path, text in zip(audio, texts, strict=True)
+        _reference(records.find_file(path, record.source.parent, Path()), text, asr, language)
+        for path, text in zip(audio, said, strict=True)
     )
     request = replace(
         defaults,
@@ -136,7 +147,7 @@ def _from_fields(record: SourceRecord, defaults: SpeechRequest) -> SpeechLine:
         references=references or defaults.references,
         scene=defaults.scene if scene is None else require_type(scene, str, "scene"),
         seed=defaults.seed if seed is None else seed,
-        language=require_type(data.get("language") or "", str, "language") or defaults.language,
+        language=language,
     )
     return SpeechLine(request, f"line-{record.line:04d}" if id in (None, "") else str(id), record.line)
 
@@ -146,7 +157,9 @@ def _listed(value: Any, name: str) -> list[str]:
     return [require_type(one, str, name) for one in values]
 
 
-def _from_chatml(record: SourceRecord, context: records.ImportContext, defaults: SpeechRequest) -> SpeechLine:
+def _from_chatml(
+    record: SourceRecord, context: records.ImportContext, defaults: SpeechRequest, asr: str | None
+) -> SpeechLine:
     """Make a line of the open words of the user; or of the last clip, if the sample holds its answer."""
     sample = conversations.parse_conversation(record, context)
     clips = [(clip, text) for clip, text, _ in conversations.transcribed_clips(sample)]
@@ -155,14 +168,14 @@ def _from_chatml(record: SourceRecord, context: records.ImportContext, defaults:
         text = clips.pop()[1] or sample.target_text
     if len(clips) == 1 and not clips[0][1]:
         clips = [(clips[0][0], sample.reference_text)]
-    scene = sample.extras.get("scene")
+    scene, language = sample.extras.get("scene"), sample.language or defaults.language
     request = replace(
         defaults,
         text=normalise_text(text),
-        references=tuple(ReferenceRecording(clip.audio, normalise_text(said), clip.span) for clip, said in clips)
+        references=tuple(_reference(clip.audio, said or None, asr, language, clip.span) for clip, said in clips)
         or defaults.references,
         scene=str(scene) if scene else defaults.scene,
-        language=sample.language or defaults.language,
+        language=language,
     )
     assert record.line is not None
     return SpeechLine(request, sample.id, record.line)

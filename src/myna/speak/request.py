@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 from myna.audio.files import Samples, check_not_silent, probe, read_audio
 from myna.audio.reference import CheckedReference, check_reference
 from myna.core.errors import SpeakError
 from myna.data.conversation import Reference, ReferencePlacement
 from myna.data.manifest import SPEAKER_TAG, Span
-from myna.speak import SpeechOptions
 from myna.text.normalization import normalise_text
 
 if TYPE_CHECKING:
@@ -39,6 +37,8 @@ class ReferenceRecording:
     """Name of its stored voice."""
     consent: str = ""
     """Id of the consent to the stored voice."""
+    heard: bool = False
+    """Whether a recogniser wrote the transcript."""
 
     @property
     def file(self) -> Path:
@@ -160,31 +160,6 @@ class SpeechRequest:
                 hint="number the tags from [SPEAKER0], in the order of the references, and give one --reference with "
                 "its --reference-text for each",
             )
-
-
-def speech_request(text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
-    """Make a request, with the recording of a stored voice if one is named. `check` it, unless a file of lines gives
-    the text."""
-    settings: dict[str, Any] = dict(options)
-    name, given, said = (settings.pop(key, None) for key in ("voice", "reference", "reference_text"))
-    recordings = [given] if isinstance(given, str | os.PathLike) else list(given or ())
-    transcripts = [said] if isinstance(said, str) else list(said or ())
-    if len(recordings) != len(transcripts):
-        raise SpeakError(
-            f"{len(recordings)} references but {len(transcripts)} reference texts",
-            hint="give the transcript of each reference: --reference REF.wav --reference-text '...'",
-        )
-    references = tuple(ReferenceRecording(Path(one), text) for one, text in zip(recordings, transcripts, strict=True))
-    if name is not None:
-        from myna.provenance.voice_store import VoiceStore
-
-        if references:
-            raise SpeakError("a stored voice has a reference of its own", hint="give `voice` or `reference`, not both")
-        store = VoiceStore()
-        stored = store.get_voice(name)
-        recording, transcript = store.reference(stored)
-        references = (ReferenceRecording(recording, transcript, voice=stored.name, consent=stored.consent.id),)
-    return SpeechRequest(text, references, **settings)
 
 
 def read_speech_text(file: Path) -> str:

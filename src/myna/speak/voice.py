@@ -20,7 +20,8 @@ from myna.speak import SpeechOptions
 from myna.speak.batch import SpeechPlan
 from myna.speak.engine import Engine, Speech, SpeechStream
 from myna.speak.lines import LineSpeaker, SpokenLines, open_lines
-from myna.speak.request import SpeechRequest, speech_request
+from myna.speak.references import speech_request
+from myna.speak.request import SpeechRequest
 
 if TYPE_CHECKING:
     from myna.core.run_folder import Run
@@ -100,7 +101,7 @@ class Voice:
         """Speak a text several times at once, as `speak_takes`, and rank the takes: those that found their end first,
         then by word errors (`asr`: a Whisper, as of `evaluate`), by similarity to the reference's speaker and by
         predicted MOS, as far as these metrics are installed. `best` of the result is the best `Speech`."""
-        request, ranker = self._request(text, **options), self._ranker(asr, speaker_encoder)
+        request, ranker = self._request(text, asr, **options), self._ranker(asr, speaker_encoder)
         ranker.check(len(request.references))
         plans = self._plans(request, takes)
         ranking = ranker.rank(request, self._speak_plans(plans, progress, all_must_speak=False), progress)
@@ -136,10 +137,10 @@ class Voice:
         is as given here. `spoken.jsonl` has a row for each; lines that are in it, from the same text, voice, settings
         and weights, are not spoken again. Of several `takes` the best is kept, chosen as by `speak_best`; with
         `keep_takes` the others are written beside it."""
-        defaults, suffix = self._own(speech_request("", **options)), f".{format}"
+        defaults, suffix = self._own(speech_request("", asr=asr, **options)), f".{format}"
         defaults.check_settings()
         check_marks(with_watermark=defaults.watermark)
-        lines = open_lines(Path(file), Path(out), defaults, suffix=suffix, force=force)
+        lines = open_lines(Path(file), Path(out), defaults, suffix=suffix, asr=asr, force=force)
         ranker = self._ranker(asr, speaker_encoder) if takes > 1 else None
         if ranker is not None:
             for count in {len(line.request.references) for line in lines}:
@@ -147,9 +148,9 @@ class Voice:
         speaker = LineSpeaker(self.engine, self._mark, Path(out), suffix, takes, ranker, keep_takes and takes > 1)
         return speaker.speak(lines, batch_size, progress)
 
-    def _request(self, text: str, **options: Unpack[SpeechOptions]) -> SpeechRequest:
+    def _request(self, text: str, asr: str | None = None, **options: Unpack[SpeechOptions]) -> SpeechRequest:
         """Make a checked request to this voice."""
-        request = self._own(speech_request(text, **options))
+        request = self._own(speech_request(text, asr=asr, **options))
         request.check()
         check_marks(with_watermark=request.watermark)
         return request
