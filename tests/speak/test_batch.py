@@ -151,6 +151,17 @@ def test_a_changed_tempo_loses_nothing(engine: Engine) -> None:
     assert np.array_equal(join(finish(batch))[0]["slow"], expected)
 
 
+def test_speech_too_short_for_its_speed_is_refused(engine: Engine) -> None:
+    """One frame at four times the tempo is no sample: a file without sound, or a client that waits."""
+    with pytest.raises(SpeakError, match=r"nothing would be left of 0\.04 s of speech at speed 4") as error:
+        engine.plan(SpeechRequest("hello", speed=4.0, max_seconds=0.04))
+    assert "0.08" in error.value.hint
+    for speed, seconds in ((1.5, 0.04), (2.0, 0.04), (3.0, 0.08), (4.0, 0.08)):
+        batch = engine.open_batch(1, 512)
+        batch.submit(engine.plan(SpeechRequest("hello", speed=speed, max_seconds=seconds)), id="short")
+        assert len(join(finish(batch))[0]["short"])
+
+
 def test_streams_are_marked_as_their_files_are(engine: Engine) -> None:
     batch, rate = engine.open_batch(3, 512), engine.codec.sample_rate
     plans = {f"{n}": make_plan(engine, text, seed=n, seconds=0.3 + 0.3 * n) for n, text in enumerate(TEXTS)}

@@ -51,6 +51,8 @@ LEAST_FACTOR = 2.0
 """Factor of the estimate that a segment must at least have room for. A voice that is slower would be cut."""
 SHORTEST_SPLIT_SECONDS = 4.0
 """Estimated seconds of segments below which splitting a text again would not help it to fit."""
+MIN_PLAYED_SECONDS = 0.02
+"""Seconds of playback below which the filter of the tempo gives no sample."""
 POSITION_BLOCK = 256
 """Size in positions of which caches are multiples, so that a slightly longer request fits too."""
 
@@ -280,6 +282,12 @@ class Engine:
         `max_seconds` alone."""
         sampling, frame_rate = request.sampling(self.family.sampling), self.codec.frame_rate
         cap = max(1, int(sampling.max_seconds * frame_rate))
+        if cap / frame_rate / request.speed < MIN_PLAYED_SECONDS:
+            least_seconds = math.ceil(MIN_PLAYED_SECONDS * request.speed * frame_rate) / frame_rate
+            raise SpeakError(
+                f"nothing would be left of {sampling.max_seconds:g} s of speech at speed {request.speed:g}",
+                hint=f"give at least {least_seconds:g} for max_seconds, or a lower speed",
+            )
         texts = tuple(segment.strip() for segment in segments)
         budgets = tuple(min(cap, frame_budget(one, frame_rate, pace)) if pace is not None else cap for one in texts)
         least = tuple(
