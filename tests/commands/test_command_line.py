@@ -60,6 +60,12 @@ def test_all_commands_are_listed_in_panels_the_three_steps_first() -> None:
     assert places == sorted(places) and all(panel in shown for panel in PANELS)
 
 
+def test_help_of_speak_has_its_options_in_panels_the_voice_before_the_sampling() -> None:
+    shown = run_command(["speak", "--help"]).output
+    panels = re.findall(r"╭─ (\w+) ─", shown)
+    assert panels == ["Arguments", "Options", "Model", "Voice", "Output", "Takes", "Scores", "Sampling"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_help_explains_the_command_and_every_option(name: str) -> None:
     result = run_command([*name.split(), "--help"], env={"COLUMNS": "200", "TERM": "dumb"})

@@ -25,13 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
 from cyclopts.validators import Number
 
 HIDDEN = ("progress", "observer", "call")
 """Parameters that only Python has."""
 TAKES_DASHES = Parameter(allow_leading_hyphen=True)
 """Setting of parameters whose value may begin with a dash: `--text "- no"` is a text."""
+OPTION_PANELS = ("Model", "Voice", "Output", "Takes", "Scores", "Sampling", "Address", "Capacity", "Ray")
+"""Panels of options in the help of a command, in this order."""
 COMMANDS: dict[str, Command] = {}
 """Commands of the modules that were imported, by name: `train`, `model stats`."""
 
@@ -150,7 +152,9 @@ def _group_parameters(group: Any) -> Iterator[inspect.Parameter]:
         name = ast.unparse(node.target)
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             negative = f"--no-{name}" if hint is bool else ()
-            settings = [Parameter(help=inspect.cleandoc(str(below.value.value)), group=panel, negative=negative)]
+            settings = [
+                Parameter(help=inspect.cleandoc(str(below.value.value)), group=_panel(panel), negative=negative)
+            ]
         settings = [*settings, Parameter(show_default=False), *([TAKES_DASHES] if hint is not bool else [])]
         optional: Any = Annotated[(_typed_type(hint) | None, *settings)]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=optional)
@@ -188,6 +192,11 @@ SettingOverrides = Mapping[str, Any] | Sequence[str]
 """Recipe settings on top of a recipe: `{"train.steps": 60}`, or `["train.steps=60"]` as `--set` takes them."""
 
 
+def _panel(name: str) -> Group:
+    """Return a panel of options. Those that most people need come first."""
+    return Group(name, sort_key=2 + OPTION_PANELS.index(name))
+
+
 def option(
     help: str,
     *aliases: str,
@@ -198,7 +207,7 @@ def option(
 ) -> Parameter:
     """Describe an option: its help, further names such as `-o`, its panel in the help, its range, and whatever else
     cyclopts knows, as the `name` that replaces the parameter's."""
-    settings |= {"group": panel} if panel is not None else {}
+    settings |= {"group": _panel(panel)} if panel is not None else {}
     settings |= {"validator": Number(gte=least, lte=most)} if least is not None or most is not None else {}
     return Parameter(help=help, alias=aliases, **settings)
 
