@@ -95,3 +95,15 @@ def test_lines_of_a_file_may_lack_the_transcript_of_their_reference(
     assert result.output.count(f'heard "{REFERENCE}"') == 1 and len(recogniser.heard) == 1
     assert "40" not in result.output.split("heard")[0] and (tmp_path / "out" / "line-0001.wav").is_file()
     assert "2 of them before" in run_command(words, catch=True).output, "what was heard is part of the key"
+
+
+def test_a_lexicon_is_read_with_the_options_and_its_change_speaks_lines_again(tmp_path: Path) -> None:
+    lexicon, lines = tmp_path / "words.tsv", tmp_path / "lines.txt"
+    lexicon.write_text("nguyen\twin\n")
+    lines.write_text("Nguyen says yes.\n")
+    assert speech_request("hello", lexicon=lexicon).spellings == {"nguyen": "win"}
+    voice = myna.load(myna.make_tiny(tmp_path / "model"), device="cpu")
+    options: dict[str, Any] = {"max_seconds": 0.2, "watermark": False, "lexicon": lexicon}
+    assert [voice.speak_lines(lines, tmp_path / "out", **options).kept for _ in range(2)] == [0, 1]
+    lexicon.write_text("nguyen\tngu yen\n")
+    assert voice.speak_lines(lines, tmp_path / "out", **options).kept == 0

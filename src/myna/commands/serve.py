@@ -11,6 +11,7 @@ from myna.commands import options as opt
 from myna.commands.display import show
 from myna.commands.options import PathLike, command, option
 from myna.core.errors import ConfigError
+from myna.text.lexicon import read_lexicon
 
 if TYPE_CHECKING:
     from myna.serve.context import ServerSettings
@@ -73,6 +74,9 @@ def _(
         option("Folder below which adapters may be loaded and unloaded while the server runs; repeatable."),
     ] = (),
     adapter_rank: Annotated[int, option("Highest rank of adapters.", least=1)] = 64,
+    lexicon: Annotated[
+        PathLike | None, option("File of words and their spelling for the model, in any request.")
+    ] = None,
     voices: Annotated[PathLike | None, option("Folder of stored voices, if not your own of `myna voice`.")] = None,
     asr: Annotated[str | None, option("Whisper that checks consents; without one no new voices are taken.")] = None,
     watermark: Annotated[
@@ -138,6 +142,7 @@ def _(
         max_characters=max_characters,
         adapter_folders=tuple(Path(one) for one in allow_adapter_loading),
         voices=Path(voices) if voices is not None else None,
+        spellings=read_lexicon(Path(lexicon)) if lexicon is not None else {},
         asr=asr,
         drain_seconds=drain_seconds,
         allowed_hosts=tuple(allow_host),

@@ -88,7 +88,7 @@ def _(
     text: Annotated[
         str | None,
         option(
-            "Words to say; [SPEAKER0] ... [SPEAKER1] ... for several voices.",
+            'Words to say; [SPEAKER0] ... [SPEAKER1] ... for several voices, <break time="500ms"/> for a pause.',
             validator=_refuse_option,
             allow_leading_hyphen=True,
         ),

@@ -117,7 +117,7 @@ class TakeRanker:
         self.check(len(request.references))
         language = request.language
         clips = [Utterance(str(one.file), one.file, one.text, "", language, one.span) for one in request.recordings]
-        words = normalise_text(SPEAKER_TAG.sub(" ", request.text))
+        words = normalise_text(SPEAKER_TAG.sub(" ", request.words))
         item = EvalItem("take", words, language=language, references=tuple(clips))
         encoder = self.scorers.speaker_encoder
         speakers = scoring.SpeakerEmbeddings(EvalSet((item,), {}), encoder) if encoder is not None else None

@@ -8,8 +8,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -159,6 +159,8 @@ class ServerSettings:
     """Folders below which adapters may be loaded while the server runs; none forbids it."""
     voices: Path | None = None
     """Folder of stored voices, instead of the user's own."""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """Words that are spelled otherwise for the model, in every request."""
     asr: str | None = None
     """Recogniser that checks consents; without one no consents are accepted."""
     drain_seconds: float = 30.0
@@ -266,6 +268,7 @@ class ServerContext:
             text,
             references,
             scene=body.instructions,
+            spellings=self.settings.spellings,
             adapter=adapter,
             **body.model_dump(include=SHARED_FIELDS),
             priority=priority,

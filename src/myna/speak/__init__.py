@@ -21,6 +21,8 @@ class VoiceOptions(TypedDict, total=False):
     """A sentence about the room or the manner; if not given, the one that the run was trained with."""
     language: str
     """Language of a long text, such as en or de: helps to find its sentences."""
+    lexicon: str | os.PathLike[str]
+    """File of words and their spelling for the model, a tab between them; or YAML."""
     watermark: bool
     """Mark the speech inaudibly, for `myna detect`. Speech without the mark is logged as such."""
 

@@ -69,6 +69,8 @@ class SpeechPlan:
     max_frames: tuple[int, ...]
     least_frames: tuple[int, ...]
     """Frames that each segment must have room for. Earlier segments are left out of its prompt if they take it."""
+    pauses: tuple[int, ...]
+    """Frames of silence after each segment."""
     prompt: RenderedSequence
     """Prompt of the first segment. Takes of one request share it, and its prefill."""
     max_positions: int
@@ -194,7 +196,8 @@ class RunningRequest:
             self.warnings.append(f"ended at once, nothing was said: {quoted}")
         else:
             self._context = [*self._context[:1], (text, codes)]
-        self._finished.append(codes)
+        pause = self._engine.silence(self.plan.pauses[len(self._finished)])
+        self._finished.append(np.concatenate([codes, pause]))
         self._current = None
         if len(self._finished) < len(self.plan.segments):
             self._current = self._submit(self._next_prompt())

@@ -36,8 +36,9 @@ from myna.provenance.watermark import StreamWatermark
 from myna.speak.batch import MAX_CONTEXT_SECONDS, RunningRequest, SpeechBatch, SpeechPlan, SpokenSegment
 from myna.speak.request import FinishReason, ReferenceRecording, SpeechRequest, open_reference
 from myna.speak.scheduler import SPARE_POSITIONS
+from myna.text import sentences
+from myna.text.lexicon import respell
 from myna.text.normalization import normalise_text
-from myna.text.sentences import MAX_SEGMENT_SECONDS, estimate_seconds, frame_budget, split_long_text, voice_pace
 
 MAX_ROWS = 64
 """Number of requests that are spoken at the same time; the others wait."""
@@ -126,6 +127,8 @@ class Engine:
         self.reference_placement, self.autocast, self.scene = reference_placement, autocast, scene
         self.max_rows, self.exact, self.max_adapters = max_rows, exact, max_adapters
         self._batch: SpeechBatch | None = None
+        self._silence: Codes | None = None
+        """One frame of silence, once a pause was asked for."""
         self.adapter_slots: AdapterSlots | None = None
         self._adapters: dict[str, WeightsMetadata] = {}
         self._adapter_hashes: dict[str, str] = {}
@@ -254,17 +257,19 @@ class Engine:
         references = tuple(
             one if isinstance(one, Reference) else self.encode_reference(one) for one in request.references
         )
-        text, frame_rate = normalise_text(request.text), self.codec.frame_rate
-        pace = max((voice_pace(one.text, len(one.clip.codes) / frame_rate) for one in references), default=1.0)
+        frame_rate = self.codec.frame_rate
+        pace = max(
+            (sentences.voice_pace(one.text, len(one.clip.codes) / frame_rate) for one in references), default=1.0
+        )
         room = positions or (EXACT_POSITIONS if self.exact else math.inf)
-        can_split, longest = split and not SPEAKER_TAG.search(text), MAX_SEGMENT_SECONDS
-        segments = [text]
-        if can_split and estimate_seconds(text, pace) > longest:
-            segments = split_long_text(request.text, request.language, pace)
+        parts = sentences.split_pauses(respell(request.text, request.spellings))
+        text = normalise_text(" ".join(part for part, _ in parts))
+        can_split, longest = split and not SPEAKER_TAG.search(text), sentences.MAX_SEGMENT_SECONDS
+        segments = _segments(parts, request.language, pace, longest) if can_split else [(text, 0.0)]
         plan, needed = self._lay_out(request, references, segments, pace if split else None)
         while needed > room and can_split and longest > SHORTEST_SPLIT_SECONDS:
             longest /= 2
-            segments = split_long_text(request.text, request.language, pace, longest)
+            segments = _segments(parts, request.language, pace, longest)
             plan, needed = self._lay_out(request, references, segments, pace)
         if needed > room:
             seconds = sum(len(one.clip.codes) for one in references) / frame_rate
@@ -276,7 +281,11 @@ class Engine:
         return replace(plan, max_positions=int(min(plan.max_positions, room)))
 
     def _lay_out(
-        self, request: SpeechRequest, references: tuple[Reference, ...], segments: Sequence[str], pace: float | None
+        self,
+        request: SpeechRequest,
+        references: tuple[Reference, ...],
+        segments: Sequence[tuple[str, float]],
+        pace: float | None,
     ) -> tuple[SpeechPlan, int]:
         """Return the plan of these segments, and the positions that it needs. Without a pace frames are capped by
         `max_seconds` alone."""
@@ -288,10 +297,12 @@ class Engine:
                 f"nothing would be left of {sampling.max_seconds:g} s of speech at speed {request.speed:g}",
                 hint=f"give at least {least_seconds:g} for max_seconds, or a lower speed",
             )
-        texts = tuple(segment.strip() for segment in segments)
-        budgets = tuple(min(cap, frame_budget(one, frame_rate, pace)) if pace is not None else cap for one in texts)
+        texts = tuple(segment for segment, _ in segments)
+        budgets = tuple(
+            min(cap, sentences.frame_budget(one, frame_rate, pace)) if pace is not None else cap for one in texts
+        )
         least = tuple(
-            min(budget, frame_budget(one, frame_rate, pace or 1.0, LEAST_FACTOR))
+            min(budget, sentences.frame_budget(one, frame_rate, pace or 1.0, LEAST_FACTOR))
             for one, budget in zip(texts, budgets, strict=True)
         )
         prompt = self.render(request, references, texts[0])
@@ -311,6 +322,7 @@ class Engine:
             segments=texts,
             max_frames=budgets,
             least_frames=least,
+            pauses=tuple(round(pause * frame_rate) for _, pause in segments),
             prompt=prompt,
             max_positions=positions,
         )
@@ -376,7 +388,18 @@ class Engine:
                 self.adapter_slots = self.family.adapter_slots(self.model, self.max_adapters, adapter_rank)
         batch = SpeechBatch(self, slots, positions, paced=True, clock=clock)
         batch.warm_up()
+        self.silence(1)  # encoded before requests come
         return batch
+
+    def silence(self, frames: int) -> Codes:
+        """Return codes of silence: the middle frame of an encoded second without sound, repeated."""
+        if not frames:
+            return np.zeros((0, self.codec.codebooks), np.uint16)
+        if self._silence is None:
+            with self.threads():
+                codes = encode_clip(self.codec, np.zeros(self.codec.sample_rate, np.float32))
+            self._silence = codes[len(codes) // 2]
+        return np.repeat(self._silence[None], frames, axis=0)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -494,6 +517,18 @@ class SpeechStream(Iterator[Samples]):
         seconds, self._seconds = round(self._seconds, 3), 0.0
         if self.origin is not None and seconds:
             log_speech("streamed", self.origin, self._digest, seconds=seconds, finish_reason=self.finish_reason)
+
+
+def _segments(
+    parts: Sequence[tuple[str, float]], language: str, pace: float, longest: float
+) -> list[tuple[str, float]]:
+    """Return segments of parts that pauses separate, each with the seconds of silence after it."""
+    segments: list[tuple[str, float]] = []
+    for part, pause in parts:
+        is_long = sentences.estimate_seconds(normalise_text(part), pace) > longest
+        texts = sentences.split_long_text(part, language, pace, longest) if is_long else [normalise_text(part)]
+        segments += [(text.strip(), 0.0) for text in texts[:-1]] + [(texts[-1].strip(), pause)]
+    return segments
 
 
 def encode_clip(codec: Encoder, samples: Samples) -> Codes:

@@ -274,7 +274,8 @@ class LineSpeaker:
         settings = (request.language, self.engine.resolve(request).scene, voices)
         chosen = (self.takes, self.ranker.name) if self.ranker is not None else ()
         marked = (MARK_NAME,) if request.watermark else ()
-        return bytes_hash(repr((*parts, *settings, *chosen, *marked)).encode())
+        respelled = (dict(request.spellings),) if request.spellings else ()
+        return bytes_hash(repr((*parts, *settings, *chosen, *marked, *respelled)).encode())
 
     def _is_spoken(self, row: Mapping[str, Any] | None, key: str) -> bool:
         if row is None or row["key"] != key:

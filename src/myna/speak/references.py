@@ -14,6 +14,7 @@ from myna.core.io import file_hash, is_file, whisper_folder
 from myna.data.manifest import Span
 from myna.speak import SpeechOptions
 from myna.speak.request import ReferenceRecording, SpeechRequest, open_reference
+from myna.text.lexicon import read_lexicon
 from myna.text.normalization import normalise_text
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def speech_request(text: str, *, asr: str | None = None, **options: Unpack[Speec
             f"{len(recordings)} references but {len(transcripts)} reference texts",
             hint="give the transcript of each reference: --reference REF.wav --reference-text '...'",
         )
-    language = settings.get("language", "")
+    language, lexicon = settings.get("language", ""), settings.pop("lexicon", None)
     references = tuple(
         transcribed_reference(Path(one), transcripts[number] if transcripts else None, asr, language)
         for number, one in enumerate(recordings)
@@ -49,7 +50,8 @@ def speech_request(text: str, *, asr: str | None = None, **options: Unpack[Speec
         stored = store.get_voice(name)
         recording, transcript = store.reference(stored)
         references = (ReferenceRecording(recording, transcript, voice=stored.name, consent=stored.consent.id),)
-    return SpeechRequest(text, references, **settings)
+    spellings = read_lexicon(Path(lexicon)) if lexicon is not None else {}
+    return SpeechRequest(text, references, spellings=spellings, **settings)
 
 
 def transcribed_reference(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,12 +14,14 @@ from myna.core.errors import SpeakError
 from myna.data.conversation import Reference, ReferencePlacement
 from myna.data.manifest import SPEAKER_TAG, Span
 from myna.text.normalization import normalise_text
+from myna.text.sentences import PAUSE, split_pauses
 
 if TYPE_CHECKING:
     from myna.models.base import Sampling
 
 MAX_REFERENCE_SECONDS = 60.0
 """Longest recording that is accepted as a reference. A few seconds set a voice; minutes only take memory."""
+MAX_PAUSE_SECONDS = 10.0
 SPEED_RANGE = (0.25, 4.0)
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -65,6 +68,8 @@ class SpeechRequest:
     scene: str | None = None
     reference_placement: ReferencePlacement | None = None
     """Place of the references in the prompt."""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """Words that are spelled otherwise for the model, as `read_lexicon` reads them."""
     language: str = ""
     """Language of a long text, such as en or de: helps to find its sentences."""
     temperature: float | None = None
@@ -94,6 +99,11 @@ class SpeechRequest:
         return self.id or self.text
 
     @property
+    def words(self) -> str:
+        """Text without marks of pauses."""
+        return PAUSE.sub(" ", self.text)
+
+    @property
     def recordings(self) -> tuple[ReferenceRecording, ...]:
         """References that are not encoded yet."""
         return tuple(one for one in self.references if isinstance(one, ReferenceRecording))
@@ -114,7 +124,7 @@ class SpeechRequest:
 
     def sampling(self, model: Sampling) -> Sampling:
         """Return complete sampling settings: those of the request, else those of the model."""
-        values = {field.name: getattr(self, field.name) for field in fields(model)}
+        values = {one.name: getattr(self, one.name) for one in fields(model)}
         return replace(model, **{name: value for name, value in values.items() if value is not None})
 
     def check(self) -> None:
@@ -136,8 +146,16 @@ class SpeechRequest:
         """Refuse a text without words, a reference without its transcript, and tags that do not fit the references.
         Several references need `[SPEAKER0]`, `[SPEAKER1]`, ... each; tags without any reference leave the voices to the
         model."""
-        if not normalise_text(self.text):
+        if not normalise_text(self.words):
             raise SpeakError("there is no text to speak", hint='give some words: myna speak "Good morning." ...')
+        pauses, tagged = split_pauses(self.text), SPEAKER_TAG.search(self.text)
+        if "<break" in self.words.lower() or not normalise_text(pauses[0][0]) or (tagged and len(pauses) > 1):
+            raise SpeakError(
+                "a pause is not understood, comes before all words, or is in a text of several speakers",
+                hint='write it as <break time="500ms"/> or <break time="1.5s"/>, after words of one speaker',
+            )
+        if (longest := max(seconds for _, seconds in pauses)) > MAX_PAUSE_SECONDS:
+            raise SpeakError(f"a pause of {longest:g} s", hint=f"give at most {MAX_PAUSE_SECONDS:g} s")
         for number, reference in enumerate(self.references, start=1):
             if not normalise_text(reference.text):
                 raise SpeakError(

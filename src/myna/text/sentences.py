@@ -51,6 +51,9 @@ WIDE_CLAUSE_ENDS = "、，；："
 OPENING = "\"'“‘„‚«‹([{¿¡「『（【《〈"
 CLOSING = "\"'”’“‘»›)]}」』）】》〉"
 
+PAUSE = re.compile(r"""<break(?:\s+time\s*=\s*["']?(\d+(?:\.\d+)?)(ms|s)["']?)?\s*/?>""", re.IGNORECASE)
+PAUSE_SECONDS = 0.5
+"""Seconds of a pause that names none."""
 SENTENCE_END = re.compile(rf"[{ENDS}{WIDE_ENDS}]+(?:[{re.escape(CLOSING)}]| [»”])*(?: |$)?")
 CLAUSE_END = re.compile(
     rf"[{CLAUSE_ENDS}]+[{re.escape(CLOSING)}]* | [–—-] |[{WIDE_CLAUSE_ENDS}]+[{re.escape(CLOSING)}]* ?"
@@ -85,6 +88,17 @@ def voice_pace(reference_text: str, seconds: float) -> float:
 def frame_budget(text: str, frame_rate: float, pace: float = 1.0, factor: float = BUDGET_FACTOR) -> int:
     """Return the number of frames after which the speech of a text has run away, and is ended."""
     return math.ceil((factor * estimate_seconds(text, pace) + BUDGET_SECONDS) * frame_rate)
+
+
+def split_pauses(text: str) -> list[tuple[str, float]]:
+    """Split text at marks such as `<break time="500ms"/>`: parts, each with the seconds of silence after it."""
+    first, *rest = PAUSE.split(text)
+    parts = [(first, 0.0)]
+    for number, unit, following in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        before, seconds = parts.pop()
+        seconds += PAUSE_SECONDS if number is None else float(number) * (0.001 if unit.lower() == "ms" else 1.0)
+        parts += [(before, seconds), (following, 0.0)] if normalise_text(following) else [(before, seconds)]
+    return parts
 
 
 def split_long_text(
