@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,16 @@ def test_frames_come_as_they_are_generated(family: HiggsV2, model: Any, prompts:
 def test_a_request_above_the_cache_is_refused(family: HiggsV2, model: Any, prompts: list[RenderedSequence]) -> None:
     with pytest.raises(SpeakError, match=r"needs \d+ positions, the batch has 64"):
         batch(family, model, 1, positions=64).submit(prompts[0], GREEDY, 60)
+
+
+def test_an_error_repeats_no_whole_text_and_no_line_break(
+    family: HiggsV2, model: Any, prompts: list[RenderedSequence]
+) -> None:
+    """Prompts are named by their text, which may forge lines of a log and belongs into no error."""
+    prompt = replace(prompts[0], id="hello\nINFO forged " + "words " * 200)
+    with pytest.raises(SpeakError, match="hello INFO") as error:
+        batch(family, model, 1, positions=64).submit(prompt, GREEDY, 60)
+    assert len(error.value.what) < 130 and "\n" not in error.value.what
 
 
 def test_many_requests_leave_memory_flat(family: HiggsV2, model: Any, prompts: list[RenderedSequence]) -> None:

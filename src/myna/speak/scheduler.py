@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from dataclasses import dataclass, field, replace
+from textwrap import shorten
 
 import numpy as np
 import numpy.typing as npt
@@ -98,7 +99,8 @@ class BatchScheduler:
         needed = self.decoder.positions(prompt, max_frames)
         if needed > self.decoder.max_positions:
             raise SpeakError(
-                f"{prompt.id} needs {needed} positions, the batch has {self.decoder.max_positions}",
+                f"{shorten(prompt.id, 60, placeholder=' ...')} needs {needed} positions, the batch has "
+                f"{self.decoder.max_positions}",
                 hint="use a shorter reference or text, or a lower limit of seconds",
             )
         slot = -1
