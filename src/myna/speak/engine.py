@@ -480,7 +480,7 @@ class SpeechStream(Iterator[Samples]):
         is_marked = origin is not None and origin.watermark
         watermark = StreamWatermark(self.sample_rate, device=str(engine.device)) if is_marked else None
         self._running = self._batch.submit(plan, watermark=watermark)
-        self._digest, self._seconds = hashlib.sha256(), 0.0
+        self._digest, self._count = hashlib.sha256(), 0
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -502,7 +502,7 @@ class SpeechStream(Iterator[Samples]):
                 raise running.error if running.error is not None else StopIteration
             self._batch.step()
         self._digest.update(pcm16(samples))
-        self._seconds += len(samples) / self.sample_rate
+        self._count += len(samples)
         return samples
 
     def close(self) -> None:
@@ -510,12 +510,14 @@ class SpeechStream(Iterator[Samples]):
         self._batch.cancel(self._running)
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_count"):  # it was begun
+            self.close()
 
     def _log(self) -> None:
         """Log what was given out, once."""
-        seconds, self._seconds = round(self._seconds, 3), 0.0
-        if self.origin is not None and seconds:
+        count, self._count = self._count, 0
+        if self.origin is not None and count:
+            seconds = round(count / self.sample_rate, 3)
             log_speech("streamed", self.origin, self._digest, seconds=seconds, finish_reason=self.finish_reason)
 
 
