@@ -244,3 +244,15 @@ def test_blocks_are_read_without_seeking(tmp_path: Path, monkeypatch: pytest.Mon
     with stream_audio(tmp_path / "long.mp3") as (_, blocks):
         assert len(list(blocks)) > 1
     assert moves and not any(moves)
+
+
+def test_the_pages_of_a_long_recording_are_not_gone_through_for_every_span(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "long.opus"
+    write_audio(path, sine(20, 24_000), 24_000)
+    opened, real = [], Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *args, **rest: opened.append(self) or real(self, *args, **rest))  # type: ignore[func-returns-value]
+    for start in range(10):
+        read_audio(path, span=(start, start + 1))
+    assert len(opened) == 1

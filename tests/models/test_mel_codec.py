@@ -150,6 +150,33 @@ def test_a_gpu_makes_the_codes_of_a_cpu(folder: Path, codec: MelCodec) -> None:
     assert np.allclose(there.decode(codes[0]), codec.decode(codes[0]), atol=1e-4)
 
 
+def test_on_a_cpu_no_clip_is_shared_out_among_threads_that_wait_for_one_another(
+    codec: MelCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, encode = [], MelCodec.encode
+
+    def watched(self: MelCodec, clips: Any) -> Any:
+        threads.append(torch.get_num_threads())
+        return encode(self, clips)
+
+    clips = [noise(1, 9, seed)[0] for seed in range(6)]
+    alone = [encode(codec, clip[None])[0] for clip in clips]
+    monkeypatch.setattr(MelCodec, "encode", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = {
+            place: one
+            for places, some in codec.encode_batches(clips, 60.0, print)
+            for place, one in zip(places, some, strict=True)
+        }
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [1] * 6
+    assert all((found[place] == one).all() for place, one in enumerate(alone))
+
+
 def test_different_sounds_have_different_codes(codec: MelCodec) -> None:
     low, high, hiss = codec.encode(np.stack([tone(220), tone(2000), noise(1, 25)[0]]))
     for one, other in ((low, high), (low, hiss), (high, hiss)):

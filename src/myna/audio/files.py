@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -382,7 +383,7 @@ def _open_reader(path: Path) -> AudioReader:
     except soundfile.LibsndfileError as error:
         first = error.error_string.strip(" .:")
     else:
-        if file.format == "OGG" and _is_chained_ogg(path):
+        if file.format == "OGG" and _is_chained_ogg(path, path.stat().st_mtime_ns):
             file.close()
             raise ContainerError("it is a chain of Ogg streams, of which only the first would be read")
         return file
@@ -392,8 +393,10 @@ def _open_reader(path: Path) -> AudioReader:
         raise ContainerError(f"{first}; {error}" if first else str(error)) from None
 
 
-def _is_chained_ogg(path: Path) -> bool:
-    """Tell whether another stream begins after the first, as in recordings of radio stations."""
+@lru_cache(maxsize=4096)
+def _is_chained_ogg(path: Path, _modified: int) -> bool:
+    """Tell whether another stream begins after the first, as in recordings of radio stations. Remembered, because it
+    goes through the whole file, and a recording may be opened for each of hundreds of spans."""
     with path.open("rb") as file:
         has_data = False
         while len(header := file.read(27)) == 27 and header.startswith(b"OggS"):

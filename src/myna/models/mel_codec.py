@@ -6,6 +6,7 @@ spectra and an inverse STFT. No layer works at the sample rate, so the network i
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -312,7 +313,17 @@ class MelCodec:
     def encode_batches(
         self, clips: Sequence[Samples], batch_seconds: float, _: NotifyCallback
     ) -> Iterator[EncodedBatch]:
-        yield from encode_equal_lengths(self, clips, batch_seconds)
+        if self._device.type != "cpu":
+            yield from encode_equal_lengths(self, clips, batch_seconds)
+            return
+        # Layers are so small that threads within them mostly wait for one another: each clip gets one thread.
+        threads = torch.get_num_threads()
+        try:
+            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                codes = pool.map(lambda clip: self.encode(clip[None]), clips)
+                yield from (([position], list(each)) for position, each in enumerate(codes))
+        finally:
+            torch.set_num_threads(threads)  # the number of threads of threads that begin later
 
     @cached_property
     def window_independent(self) -> bool:
