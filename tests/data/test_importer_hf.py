@@ -25,11 +25,12 @@ def rows(clips: list[Path]) -> list[dict[str, Any]]:
     return sources.rows(written)
 
 
-def check(source: str | Path, media: Path, clips: list[Path]) -> None:
-    """The eight utterances of `rows`, each with its own sound."""
+def check(source: str | Path, media: Path, clips: list[Path], *splits: str) -> None:
+    """The eight utterances of `rows`, each with its own sound, and with its split where the source names one."""
     result = import_source(str(source), media=media)
     assert result.format == "hf" and result.rejected == []
-    expected = [(str(n), f"xin chào {n}", "lan", "vi", {"mood": "calm"}) for n in range(len(clips))]
+    named = [{"split": split} for split in splits] or [{}] * len(clips)
+    expected = [(str(n), f"xin chào {n}", "lan", "vi", {"mood": "calm"} | split) for n, split in enumerate(named)]
     assert [(u.id, u.text, u.speaker, u.language, u.extras) for u in result.utterances] == expected
     assert [file_hash(u.audio) for u in result.utterances] == [file_hash(clip) for clip in clips]
     assert all(u.audio.parent == media and u.audio.suffix == ".wav" for u in result.utterances)
@@ -43,7 +44,7 @@ def test_parquet_in_parts(
     pq.write_table(pa.Table.from_pylist(rows[:5]), tmp_path / "data" / "train-0.parquet")
     pq.write_table(pa.Table.from_pylist(rows[5:]), tmp_path / "data" / "train-1.parquet")
     (tmp_path / "data" / "._train-0.parquet").write_bytes(b"a twin from another system")
-    check(tmp_path, tmp_path / "media", clips)
+    check(tmp_path, tmp_path / "media", clips, *["train"] * 8)
 
 
 @pytest.mark.parametrize("kind", ["stream", "file"])
@@ -65,9 +66,34 @@ def dataset(rows: list[dict[str, Any]]) -> datasets.Dataset:
 def test_save_to_disk(tmp_path: Path, clips: list[Path], rows: list[dict[str, Any]]) -> None:
     splits = datasets.DatasetDict({"test": dataset(rows[:3]), "train": dataset(rows[3:])})
     splits.save_to_disk(tmp_path / "saved")
-    check(tmp_path / "saved", tmp_path / "media", clips)
+    check(f"{tmp_path}/saved:test+train", tmp_path / "media", clips, *["test"] * 3, *["train"] * 5)
     dataset(rows).save_to_disk(tmp_path / "single")
     check(tmp_path / "single", tmp_path / "media", clips)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.parquet", "test.parquet"),
+        ("data/train-00000-of-00001.parquet", "data/invalidated-00000-of-00001.parquet"),
+        ("train/0000.parquet", "test/0000.parquet"),
+        ("vi/train/part-0.parquet", "vi/validation/part-0.parquet"),
+    ],
+)
+def test_several_splits_of_a_dataset_do_not_all_become_training_data(
+    tmp_path: Path, rows: list[dict[str, Any]], names: tuple[str, str]
+) -> None:
+    source = tmp_path / "voices"
+    for name, some in zip(names, (rows[:5], rows[5:]), strict=True):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(some), source / name)
+    with pytest.raises(DataError, match=r"has the splits .*train, and all of them|has the splits train, ") as caught:
+        import_source(str(source), media=tmp_path / "media")
+    assert f"{source}:" in caught.value.hint
+    chosen = import_source(f"{source}:train", media=tmp_path / "media").utterances
+    assert [(one.id, one.extras["split"]) for one in chosen] == [(str(n), "train") for n in range(5)]
+    with pytest.raises(DataError, match="has no split trian"):
+        import_source(f"{source}:trian", media=tmp_path / "media")
 
 
 @pytest.mark.parametrize("name", ["lan/voices", "lan/voices:train", "lan/voices/vi:train"])
@@ -76,13 +102,19 @@ def test_the_hub(
 ) -> None:
     asked: list[tuple[str, str | None, str | None]] = []
 
-    def load(path: str, config: str | None, split: str | None) -> datasets.Dataset | datasets.DatasetDict:
+    def load(path: str, config: str | None, split: str | None) -> datasets.Dataset:
         asked.append((path, config, split))
-        return dataset(rows) if split else datasets.DatasetDict({"a": dataset(rows[:3]), "b": dataset(rows[3:])})
+        return dataset(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    check(name, tmp_path / "media", clips)
-    assert asked == [("lan/voices", "vi" if "/vi" in name else None, "train" if ":" in name else None)]
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: ["train"])
+    check(name, tmp_path / "media", clips, *["train"] * 8)
+    assert asked == [("lan/voices", "vi" if "/vi" in name else None, "train")]
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: ["train", "test"])
+    if ":" not in name:
+        with pytest.raises(DataError, match="lan/voices has the splits train, test"):
+            import_source(name, media=tmp_path / "media")
+        assert len(asked) == 1
 
 
 def test_a_name_the_hub_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +122,7 @@ def test_a_name_the_hub_does_not_know(tmp_path: Path, monkeypatch: pytest.Monkey
         raise datasets.exceptions.DatasetNotFoundError("no such dataset")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", load)
     with pytest.raises(DataError, match="neither a file here nor a dataset") as caught:
         import_source("nobody/nothing", media=tmp_path)
     assert "OWNER/NAME" in caught.value.hint

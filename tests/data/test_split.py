@@ -18,9 +18,11 @@ from myna.data.split import (
     SUBSETS,
     TEXTS,
     TRAIN,
+    ComparedClip,
     DatasetSplit,
     assign_subsets,
     check_leaks,
+    find_overlap,
     lost_references,
     split_folder,
     subset_members,
@@ -213,3 +215,33 @@ def test_what_training_loses_is_told(tmp_path: Path) -> None:
     assert made is not None
     (held_out,) = made.ids(TEXTS)
     assert notes == (f"1 training targets name a held-out clip as a reference, and do without it: of {held_out}",)
+
+
+@pytest.mark.parametrize(
+    ("trained", "same"),
+    [
+        ("كَتَبَ الوَلَدُ", "كتب الولد"),
+        ("أهلاً وسهلاً", "اهلا وسهلا"),
+        ("مرحبـــا", "مرحبا"),
+        ("She is twenty-one.", "she is twenty one"),
+        ("xin cha\u0300o", "Xin ch\u00e0o!"),
+        ("Işık", "ışık"),
+    ],
+)
+def test_spellings_of_one_text_count_as_the_same_words(tmp_path: Path, trained: str, same: str) -> None:
+    data = prepared(tmp_path, [said(tmp_path, "a", text=trained), said(tmp_path, "b", text="???")])
+    clips = [ComparedClip("x", "anna", same), ComparedClip("y", "anna", "..."), ComparedClip("z", "bela", same)]
+    assert find_overlap(data.utterances, clips) == {"x": "words"}
+    assert alphanumeric(trained) == alphanumeric(same)
+
+
+def test_overlapping_spans_of_one_file_count_as_the_same_audio(tmp_path: Path) -> None:
+    def clip(id: str, start: float, end: float | None) -> Utterance:
+        return said(tmp_path, id, seconds=12, recording="tape", span=Span(start, end), text=f"words of {id}")
+
+    data = prepared(tmp_path / "train", [clip("a", 0, 9.9), clip("b", 10, 11)])
+    near = {"whole": (0, 10), "inside": (3, 4), "end": (10.5, None), "between": (9.9, 10), "after": (11, None)}
+    held_out = [clip(id, *span) for id, span in near.items()]
+    held_out.append(said(tmp_path, "other", seconds=12, span=Span(0, 10)))
+    compared = [ComparedClip(one.id, one.speaker, one.text, f"key of {one.id}", one) for one in held_out]
+    assert find_overlap(data.utterances, compared) == dict.fromkeys(("whole", "inside", "end"), "audio")

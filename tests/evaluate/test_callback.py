@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from myna import resume, train
-from myna.core.errors import ConfigError, TrainingError
+from myna.core.errors import ConfigError, DataError, TrainingError
 from myna.core.run_folder import Run, checkpoint_folder
 from myna.evaluate.callback import open_required_scorers
 from myna.evaluate.evaluation import EvaluationSettings, evaluate_system
@@ -200,10 +200,21 @@ def test_a_run_without_a_gain_is_reported_as_such(learn: Learn, workspace: Path)
     assert "training has made it worse" in log(worse) and "it was best at first" in log(worse)
 
 
+@pytest.mark.parametrize("setting", ["data", "forgetting_data"])
+def test_items_that_are_trained_on_do_not_choose_a_checkpoint(
+    learn: Learn, workspace: Path, tmp_path: Path, setting: str
+) -> None:
+    shutil.copytree(workspace / "prepared", tmp_path / "again")
+    with pytest.raises(
+        DataError, match=rf"3 of 3 items of `speech_eval.{setting}` are trained on too \(3 with the same"
+    ):
+        learn(ScriptedScorers(workspace), speech_eval={setting: str(tmp_path / "again")})
+
+
 @pytest.mark.slow
 def test_a_checkpoint_worse_on_the_forgetting_set_is_not_the_best(learn: Learn, workspace: Path) -> None:
     scorers = ScriptedScorers(workspace, similarity={2: 0.6, 4: 0.9, 6: 0.7}, forgetting_similarity={4: 0.3})
-    run = learn(scorers, speech_eval={"forgetting_data": str(workspace / "prepared")})
+    run = learn(scorers, speech_eval={"forgetting_data": str(workspace / "evaluation")})
     heard = rows(run, "speech_eval")
     assert heard[4]["forgetting_change"] == pytest.approx(-0.2, abs=0.03) and heard[4]["forgetting_high"] < 0
     assert [row["best_step"] for row in heard.values()] == [None, 2, 2, 6]

@@ -280,3 +280,14 @@ def test_a_real_recogniser_transcribes_words() -> None:
     transcript = asr.transcribe(samples, 24_000, "en")
     assert transcript == asr.transcribe(samples, 24_000, "en")
     assert word_errors(recording.with_suffix(".txt").read_text(encoding="utf-8"), transcript.text).rate < 0.2
+
+
+@pytest.mark.parametrize(
+    ("text", "transcript"),
+    [("iyi günler", "İyi günler"), ("ışık", "Işık"), ("ISPARTA", "ısparta"), ("İSTANBUL", "i̇stanbul")],
+)
+@pytest.mark.parametrize("language", ["tr", "tr-TR", "az"])
+def test_capitals_of_both_turkish_i_are_no_errors(text: str, transcript: str, language: str) -> None:
+    assert word_errors(text, transcript, language).errors == 0
+    assert character_errors(text, transcript, language).errors == 0
+    assert word_errors("ılık", "ilik", language).errors == 1

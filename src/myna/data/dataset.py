@@ -419,6 +419,21 @@ class Utterances(Sequence[Utterance]):
         selected = np.isin(speaker.indices[self.indices], speaker.indices_of(list(speakers)))
         return Utterances(self.table, self.indices[selected])
 
+    def overlaps(self, clips: Sequence[Utterance | None]) -> list[bool]:
+        """Tell for each clip whether it overlaps with one of these utterances in the same file."""
+        table, found = self.table, []
+        names = ["" if clip is None else code_store.relative_audio_path(clip.audio, table.folder) for clip in clips]
+        files = table.audio.indices_of(names)
+        rows = self.indices[np.isin(table.audio.indices[self.indices], files)]
+        rows = rows[np.argsort(table.audio.indices[rows], kind="stable")]
+        sorted_files = table.audio.indices[rows]
+        for clip, file in zip(clips, files.tolist(), strict=True):
+            start, end = code_store.span_bounds(clip.span if clip is not None else None)
+            same = rows[np.searchsorted(sorted_files, file, "left") : np.searchsorted(sorted_files, file, "right")]
+            is_shared = (table.end[same] > start) & (table.start[same] < (math.inf if end is None else end))
+            found.append(bool(is_shared.any()))
+        return found
+
     def keys_among(self, keys: Sequence[str]) -> set[str]:
         """Return the keys that at least one of these utterances has."""
         key = self.table.key

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import shutil
-import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +26,7 @@ from myna.data.code_store import codes_folder, codes_key, span_bounds, write_ind
 from myna.data.dataset import DataFolder, PreparedDataset, Utterances
 from myna.data.manifest import Span, Utterance, write_manifest
 from myna.data.references import ReferenceSampler
-from myna.text.normalization import alphanumeric, normalise_text
+from myna.text.normalization import alphanumeric
 
 Subset = Literal["train", "held_out_texts", "held_out_speakers"]
 TRAIN, TEXTS, SPEAKERS = SUBSETS = cast(tuple[Subset, Subset, Subset], get_args(Subset))
@@ -36,8 +35,8 @@ Groups = dict[str, Hashable]
 SPLIT_FILE = "split.json"
 MIN_HELD_OUT_CLIPS = 2
 """Minimum number of clips of a held-out speaker, so that each can be the other's reference."""
-MAX_NAMED_TARGETS = 5
-"""Maximum number of targets that a note names."""
+MAX_NAMED_IDS = 5
+"""Maximum number of utterances that a note or an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +93,8 @@ def split_folder(folder: Path, *, speakers: int = 0, texts: int = 10, seed: int 
         name: DataFolder(subset_folder(folder, name), count) for name, count in counts.items() if count
     }
     if lost := lost_references(split, utterances):
-        which = f"{', '.join(lost[:MAX_NAMED_TARGETS])}{', ...' if len(lost) > MAX_NAMED_TARGETS else ''}"
-        note = f"{len(lost)} training targets name a held-out clip as a reference, and do without it: {which}"
+        note = f"{len(lost)} training targets name a held-out clip as a reference, and do without it: "
+        note += _name_some(lost)
         folders["train"] = replace(folders["train"], notes=(note,))
     return folders
 
@@ -124,6 +123,10 @@ def lost_references(split: DatasetSplit, utterances: Iterable[Utterance]) -> lis
         if split.subset_of[utterance.id] == TRAIN
         and any(split.subset_of.get(id, TRAIN) != TRAIN for id in utterance.references or ())
     ]
+
+
+def _name_some(ids: Sequence[str]) -> str:
+    return f"{', '.join(ids[:MAX_NAMED_IDS])}{', ...' if len(ids) > MAX_NAMED_IDS else ''}"
 
 
 def _without_references(utterance: Utterance, **extras: bool) -> Utterance:
@@ -304,6 +307,8 @@ class ComparedClip(NamedTuple):
     text: str
     key: str = ""
     """Key from `PreparedDataset.key`; empty without audio."""
+    recording: Utterance | None = None
+    """Clip whose span is compared with trained spans of the same file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,8 +326,22 @@ class TrainedClips:
         """Key of a clip of this audio in the training data, wherever the file is."""
         return codes_key(file_hash(audio), span, self.codec_revision)
 
+    def clip(self, id: str, speaker: str, text: str, recording: Utterance | None) -> ComparedClip:
+        key = self.key(recording.audio, recording.span) if recording is not None else ""
+        return ComparedClip(id, speaker, text, key, recording)
+
     def find(self, clips: Sequence[ComparedClip], *, unnamed_speakers: bool = False) -> dict[str, OverlapKind]:
         return find_overlap(self.utterances, clips, unnamed_speakers=unnamed_speakers)
+
+    def check_unseen(self, setting: str, clips: Sequence[ComparedClip]) -> None:
+        """Raise an error if a clip of a setting's data is trained on, or the same words of the same speaker."""
+        if found := self.find(clips):
+            audio, names = list(found.values()).count("audio"), _name_some(list(found))
+            raise DataError(
+                f"{len(found)} of {len(clips)} items of `{setting}` are trained on too ({audio} with the same audio, "
+                f"{len(found) - audio} with the same words of the same speaker): {names}",
+                hint=f"hold items out with myna split, and give its subsets/held_out_texts as `{setting}`",
+            )
 
 
 def find_overlap(
@@ -331,6 +350,7 @@ def find_overlap(
     """Find the clips that are among the trained ones, and why, by id. With `unnamed_speakers`, equal words count too if
     one of the two clips names no speaker."""
     keys = trained.keys_among([clip.key for clip in clips if clip.key])
+    overlaps = trained.overlaps([clip.recording for clip in clips])
     speakers = {clip.speaker for clip in clips}
     # There may be a million trained clips, so only those that can be equal are compared.
     if unnamed_speakers:
@@ -339,17 +359,13 @@ def find_overlap(
         compared = trained.by_speakers(speakers - {""})
     said_by: defaultdict[str, set[str]] = defaultdict(set)
     for utterance in compared:
-        said_by[plain_words(utterance.text)].add(utterance.speaker)
+        said_by[alphanumeric(utterance.text)].add(utterance.speaker)
+    said_by.pop("", None)
 
     def is_said(clip: ComparedClip) -> bool:
-        by = said_by.get(plain_words(clip.text), set()) if clip.text else set()
+        by = said_by.get(alphanumeric(clip.text), set())
         return clip.speaker in by or (unnamed_speakers and bool(by) and (not clip.speaker or "" in by))
 
     found: dict[str, OverlapKind] = {clip.id: "words" for clip in clips if is_said(clip)}
-    return found | {clip.id: "audio" for clip in clips if clip.key in keys}
-
-
-def plain_words(text: str) -> str:
-    """Remove case and punctuation from a text."""
-    letters = (c for c in normalise_text(text).casefold() if not unicodedata.category(c).startswith("P"))
-    return " ".join("".join(letters).split())
+    same = (clip for clip, overlap in zip(clips, overlaps, strict=True) if overlap or clip.key in keys)
+    return found | {clip.id: "audio" for clip in same}

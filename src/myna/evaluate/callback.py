@@ -26,6 +26,7 @@ from myna.core.io import atomic_write, remove_temporary_files, safe_file_name, s
 from myna.core.progress import ProgressCallback, silent
 from myna.data.codec import Codec
 from myna.data.conversation import Reference
+from myna.data.split import TrainedClips
 from myna.evaluate import pipeline, ranking, scoring
 from myna.evaluate.items import EvalItem, EvalSet, load_eval_set, split_items
 from myna.evaluate.metrics import REAL
@@ -89,6 +90,11 @@ class SpeechEvaluation:
         if forgetting is not None:
             prepared, sentences = (forgetting, None) if forgetting.is_dir() else (None, forgetting)
             forgetting_set = load_eval_set(prepared, sentences, data if prepared else None, *choice)
+        trained = TrainedClips.open(recipe)
+        for setting, one in (("data", eval_set), ("forgetting_data", forgetting_set)):
+            items = one.items if one is not None else ()
+            clips = [trained.clip(item.id, item.speaker, item.text, item.recording) for item in items]
+            trained.check_unseen(f"speech_eval.{setting}", clips)
         device = ProcessInfo.from_environment().device(recipe.train.device)
         codec = family.load_codec(device="cpu")  # on a GPU this only checks that it is there
         return cls(

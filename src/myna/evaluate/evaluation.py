@@ -22,7 +22,7 @@ from myna.core.io import DEFAULT_SPEAKER_ENCODER, claim_folder, lock_folder, sav
 from myna.core.progress import ProgressCallback, silent
 from myna.core.run_folder import RunFolder
 from myna.core.statistics import CONFIDENCE_LEVEL
-from myna.data.split import ComparedClip, TrainedClips
+from myna.data.split import TrainedClips
 from myna.evaluate import metrics, pipeline
 from myna.evaluate.items import EvalItem, EvalSet, load_eval_set
 from myna.evaluate.metrics import BASE, METRICS, METRICS_BY_KEY, REAL, ROUND_TRIP, SYSTEM_TITLES, system_title
@@ -297,8 +297,7 @@ def mark_seen_items(
         except MynaError as error:
             notes.append(f"whether {system.name} was trained on these items cannot be told: {error.what}")
             continue
-        keys = [trained.key(one.audio, one.span) if (one := item.recording) is not None else "" for item in items]
-        clips = [ComparedClip(item.id, item.speaker, item.text, key) for item, key in zip(items, keys, strict=True)]
+        clips = [trained.clip(item.id, item.speaker, item.text, item.recording) for item in items]
         found = trained.find(clips, unnamed_speakers=True)
         # The run may be a `best/` or a checkpoint in the folder whose items chose the best checkpoint.
         folders = (run.folder, *run.folder.absolute().parents[:2])

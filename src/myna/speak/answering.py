@@ -162,7 +162,7 @@ class AnswerModel:
         ]
         utterances = [table.utterance(index) for index in map(dataset.find, expected) if index is not None]
         trained_on, notes = self._trained_on(
-            lambda _: [ComparedClip(one.id, one.speaker, one.text, dataset.key(one)) for one in utterances]
+            lambda _: [ComparedClip(one.id, one.speaker, one.text, dataset.key(one), one) for one in utterances]
         )
         result = DatasetAnswers(
             [row | {"trained_on": trained_on.get(row["id"])} for row in rows],

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 UNSPACED = frozenset({"zh", "yue", "ja", "th", "lo", "km", "my"})
 """Languages written without spaces: every character counts as a word."""
+DOTLESS_I = frozenset({"tr", "az"})
+"""Languages in which I is the capital of ı, and İ that of i."""
 
 TATWEEL = "\u0640"
 ARABIC_LETTERS = str.maketrans(
@@ -88,7 +90,9 @@ def words(text: str, language: str = "en") -> list[str]:
         # Whisper's normaliser drops bracketed text as a remark, but a speaker reads it.
         normalized = _english()("".join(" " if symbol in "()[]{}<>" else symbol for symbol in normalized))
         return [word for part in normalized.split() if (word := part.strip("'.")) and any(map(str.isalnum, word))]
-    folded = normalized.casefold()
+    if base in DOTLESS_I:
+        normalized = normalized.replace("İ", "i").replace("i\u0307", "i").replace("I", "ı")
+    folded = unicodedata.normalize("NFC", normalized.casefold())
     normalized = "".join(str(unicodedata.decimal(symbol)) if symbol.isdecimal() else symbol for symbol in folded)
     if base in ("ar", "vi"):
         normalized = re.sub(r"(?<=\d)[.,٬](?=\d{3}(?!\d))", "", normalized)  # separators of thousands
@@ -115,8 +119,10 @@ def alphanumeric(text: str) -> str:
 
     The leak check of a split uses this and not `words`: it must join all spellings that differ in punctuation or
     spacing, and `words` keeps some of them apart ("im" and "I'm", "e-mail" and "email") and needs the right language.
+    Vowel signs of Arabic do not count, nor do forms of its letters, nor the dot of a Turkish i.
     """
-    return "".join(letter for letter in text.casefold() if letter.isalnum())
+    folded = unicodedata.normalize("NFKC", text).casefold().translate(ARABIC_LETTERS).replace("ı", "i")
+    return "".join(letter for letter in folded if letter.isalnum() and letter != TATWEEL)
 
 
 @functools.cache

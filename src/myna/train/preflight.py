@@ -166,7 +166,8 @@ def check_evaluation_unseen(context: CheckContext) -> None:
     trained = train.dataset.utterances if context.recipe.loss.supervise_references else train.reference_sampler.targets
     targets = list(held_out.reference_sampler.targets)
     key = held_out.dataset.key
-    leaked = find_overlap(trained, [ComparedClip(clip.id, clip.speaker, clip.text, key(clip)) for clip in targets])
+    clips = [ComparedClip(clip.id, clip.speaker, clip.text, key(clip), clip) for clip in targets]
+    leaked = find_overlap(trained, clips)
     if leaked:
         same = Counter(leaked.values())
         raise TrainingError(

@@ -148,13 +148,28 @@ def _row(header: list[str], cells: list[str], *, unquote: bool) -> dict[str, str
 HF_SUFFIXES = (".parquet", ".arrow")
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.+-]+))?")
 FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".txt", *HF_SUFFIXES)
+SHARD_NUMBER = re.compile(r"-\d+(-of-\d+)?$")
+SPLITS = (
+    "train",
+    "training",
+    "validation",
+    "valid",
+    "val",
+    "dev",
+    "test",
+    "testing",
+    "eval",
+    "validated",
+    "invalidated",
+)
+"""Names of files and folders that are splits. A name before `-00000-of-00001` is one whatever it is."""
 RECORDS_PER_BATCH = 64
 """Maximum number of records in memory at a time."""
 
 
 def matches_hub(source: Path) -> bool:
-    if source.exists():
-        return bool(_hf_files(source))
+    if (local := _locate(source)[0]) is not None:
+        return bool(_hf_files(local))
     return HUB.fullmatch(source.as_posix()) is not None and source.suffix not in FILE_SUFFIXES
 
 
@@ -164,8 +179,55 @@ def read_hub(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     def make(record: SourceRecord) -> list[Utterance]:
         return [utterance_from_row(record, context, (record.source.parent, Path()))]
 
-    local = (record for file in _hf_files(source) for record in _local_records(file))
-    return build_utterances(local if source.exists() else _hub_records(source), make)
+    folder, split = _locate(source)
+    return build_utterances(_hub_records(source) if folder is None else _local_splits(folder, split), make)
+
+
+def _locate(source: Path) -> tuple[Path | None, str]:
+    """Return the local folder or file of a source, None for the hub, and the split after its colon."""
+    folder, _, split = source.as_posix().rpartition(":")
+    if source.exists() or not folder or not Path(folder).exists():
+        return (source if source.exists() else None), ""
+    return Path(folder), split
+
+
+def _local_splits(source: Path, chosen: str) -> Iterator[SourceRecord]:
+    files = {file: _split_name(file, source) for file in _hf_files(source)}
+    wanted = _choose_splits(source, [name for name in dict.fromkeys(files.values()) if name], chosen)
+    for file, split in files.items():
+        if split in wanted or not chosen:
+            yield from _with_split(_local_records(file), split)
+
+
+def _split_name(file: Path, source: Path) -> str:
+    """Return the split that a file belongs to by its own name or its folder's; empty if neither names one."""
+    name, folder = SHARD_NUMBER.sub("", file.stem), file.parent.name if file.parent != source else ""
+    if "-of-" in file.stem.removeprefix(name):
+        return name if name != "data" else folder  # `data` is what `save_to_disk` calls the files of every split
+    return next((split for split in (name, folder) if split in SPLITS), "")
+
+
+def _choose_splits(source: Path, splits: list[str], chosen: str) -> list[str]:
+    """Return the chosen splits, joined by +; without a choice there may be one. All would be trained on otherwise."""
+    wanted = chosen.split("+") if chosen else splits
+    if len(splits) > 1 and not chosen:
+        problem = f"{source} has the splits {', '.join(splits)}, and all of them would become one dataset"
+        raise DataError(
+            problem, hint=f"name one, as {source}:{splits[0]}, or join some, as {source}:{'+'.join(splits)}"
+        )
+    if missing := [name for name in wanted if name not in splits]:
+        raise DataError(
+            f"{source} has no split {missing[0]}", hint=f"its splits are {', '.join(splits) or 'not named'}"
+        )
+    return wanted
+
+
+def _with_split(found: Iterable[SourceRecord], split: str) -> Iterator[SourceRecord]:
+    """Record the split of each row in its column `split`."""
+    for record in found:
+        if split and isinstance(record.data, dict):
+            record.data.setdefault("split", split)
+        yield record
 
 
 def _hf_files(source: Path) -> list[Path]:
@@ -215,21 +277,20 @@ def _hub_records(source: Path) -> Iterator[SourceRecord]:
     try:
         if name is None:
             raise ValueError("it is not named like one")
-        loaded = datasets.load_dataset(name["name"], name["config"], split=name["split"])
+        if name["split"] is None:
+            splits = _choose_splits(source, datasets.get_dataset_split_names(name["name"], name["config"]), "")
+        else:
+            splits = [name["split"]]
+        loaded = datasets.load_dataset(name["name"], name["config"], split=splits[0])
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{source} is neither a file here nor a dataset that loads from the hub: {error}",
             hint="check the name, OWNER/NAME[/CONFIG][:SPLIT], and your connection",
         ) from None
-    splits = loaded.values() if isinstance(loaded, dict) else [loaded]
-    number = 0
-    for split in splits:
-        for column, feature in split.features.items():
-            if isinstance(feature, datasets.Audio):
-                split = split.cast_column(column, datasets.Audio(decode=False))
-        for row in split:
-            number += 1
-            yield SourceRecord(source, number, row)
+    for column, feature in loaded.features.items():
+        if isinstance(feature, datasets.Audio):
+            loaded = loaded.cast_column(column, datasets.Audio(decode=False))
+    yield from _with_split((SourceRecord(source, number, row) for number, row in enumerate(loaded, start=1)), splits[0])
 
 
 # WebDataset
