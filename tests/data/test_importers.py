@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 
+import myna
 from myna.audio.files import AudioInfo, check_audio
 from myna.core.errors import DataError
 from myna.data.importers import FORMATS, ImportResult, detect_format, import_source, write_import
@@ -218,6 +219,41 @@ def test_what_is_not_there_is_said_so(source: str) -> None:
         detect_format(source)
 
 
+def test_a_misspelt_path_is_told_with_its_neighbour_and_not_with_all_layouts(tmp_path: Path) -> None:
+    (tmp_path / "vi data").mkdir()
+    for source in ("vi dta", "vi_data:train"):
+        with pytest.raises(DataError, match="there is no such file or folder") as caught:
+            detect_format(str(tmp_path / source))
+        assert caught.value.hint == f"did you mean {tmp_path / 'vi data'}?" and "ljspeech" not in caught.value.what
+    with pytest.raises(DataError, match="there is no such file or folder") as caught:
+        import_source(str(tmp_path / "vi dta"), media=tmp_path, format="folder")
+    assert "did you mean" in caught.value.hint
+
+
+def test_a_misspelt_path_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="data/tinny: there is no such file or folder") as caught:
+        detect_format("data/tinny")
+    assert caught.value.hint == "did you mean data/tiny?"
+
+
+def test_a_folder_around_a_source_says_what_to_give_instead(tmp_path: Path, clips: list[Path]) -> None:
+    for part in ("train", "test"):
+        (tmp_path / "speechocean762" / part).mkdir(parents=True)
+        (tmp_path / "speechocean762" / part / "wav.scp").write_text("1 WAVE/1.wav\n")
+    (tmp_path / "speechocean762" / "resource").mkdir()
+    (tmp_path / "speechocean762" / "resource" / "scores.json").write_text("{}")
+    with pytest.raises(DataError, match="but what lies in it is: test, train") as caught:
+        detect_format(str(tmp_path / "speechocean762"))
+    assert caught.value.hint == f"give one of them: {tmp_path / 'speechocean762' / 'test'}"
+    (tmp_path / "boson").mkdir()
+    shutil.copy(clips[0], tmp_path / "boson" / "a.wav")
+    sources.chatml(tmp_path / "boson", [Utterance("a", clips[0], "hello", "lan", "en")])
+    with pytest.raises(DataError, match=r"but what lies in it is: train\.json"):
+        detect_format(str(tmp_path / "boson"))
+
+
 def test_an_unknown_layout_lists_what_was_seen_and_what_we_know(tmp_path: Path) -> None:
     (tmp_path / "notes.docx").touch()
     with pytest.raises(DataError, match=r"it holds notes\.docx") as caught:
@@ -255,6 +291,63 @@ def test_a_format_we_do_not_have_and_a_source_that_is_gone(tmp_path: Path) -> No
     assert "ljspeech" in caught.value.hint
     with pytest.raises(DataError, match="there is no"):
         import_source(str(tmp_path / "gone"), media=tmp_path, format="folder")
+
+
+# -- what is accepted and may be wrong ---------------------------------------------------------------------------------
+
+
+def test_recordings_of_a_telephone_are_accepted_with_a_note(tmp_path: Path, clips: list[Path]) -> None:
+    soundfile.write(tmp_path / "wide.wav", np.sin(np.arange(8_000, dtype=np.float32)), 16_000)
+    found = manifest(tmp_path, line(tmp_path / "wide.wav"), line(clips[0], id="b"), line(clips[1], id="c"))
+    [note] = found.notes
+    assert note.startswith("2 of 3 utterances have fewer than 16000 samples a second (8000 at the least)")
+    assert manifest(tmp_path, line(tmp_path / "wide.wav")).notes == ()
+
+
+def test_durations_of_chatml_that_are_wrong_are_accepted_with_a_note(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", np.sin(np.arange(48_000, dtype=np.float32)), 16_000)
+    durations = {"right": 3.2, "wrong": 5.0, "none": None}
+    written = [Utterance(id, tmp_path / "a.wav", "hi", "x", extras={"duration": s}) for id, s in durations.items()]
+    found = import_source(str(sources.chatml(tmp_path, written)), media=tmp_path)
+    assert len(found.utterances) == 3 and not found.rejected
+    [note] = found.notes
+    assert note.startswith("1 of 3 utterances have a `duration` more than 1 s off, wrong first")
+
+
+# -- a folder that holds another source --------------------------------------------------------------------------------
+
+
+def test_another_source_does_not_replace_a_manifest_without_a_word(tmp_path: Path, clips: list[Path]) -> None:
+    for name, numbers in (("first", (0, 1)), ("second", (2,)), ("all", (0, 1, 2))):
+        lines = [line(clips[number], id=f"u{number}") for number in numbers]
+        write_lines(tmp_path / f"{name}.jsonl", lines)
+    out = tmp_path / "out"
+    myna.import_dataset(tmp_path / "first.jsonl", out)
+    before = (out / "manifest.jsonl").read_bytes()
+    with pytest.raises(
+        DataError, match=r"out holds 2 utterances of .*first\.jsonl that .*second\.jsonl would replace"
+    ) as caught:
+        myna.import_dataset(tmp_path / "second.jsonl", out)
+    assert "--out" in caught.value.hint and (out / "manifest.jsonl").read_bytes() == before
+    myna.import_dataset(tmp_path / "all.jsonl", out)
+    write_lines(tmp_path / "all.jsonl", [line(clips[2], id="u2")])
+    assert myna.import_dataset(tmp_path / "all.jsonl", out).utterances == 1, "its own source may lose some"
+    (out / "manifest.jsonl").unlink()
+    assert myna.import_dataset(tmp_path / "first.jsonl", out).utterances == 2
+
+
+def test_the_count_of_an_import_tells_targets_from_references(tmp_path: Path, clips: list[Path]) -> None:
+    voice = line(clips[0], id="voice", extras={"reference_only": True})
+    spoken = [line(clip, id=f"u{number}", extras={"references": ["voice"]}) for number, clip in enumerate(clips[1:4])]
+    write_lines(tmp_path / "manifest.jsonl", [voice, *spoken])
+    told = myna.import_dataset(tmp_path / "manifest.jsonl", tmp_path / "out").notes[0]
+    assert told.startswith("4 utterances (3 targets, 1 references) from ")
+    assert (
+        "("
+        not in myna.import_dataset(write_lines(tmp_path / "plain.jsonl", [line(clips[1])]), tmp_path / "o")
+        .notes[0]
+        .partition(" from ")[0]
+    )
 
 
 def test_descriptions_are_one_line() -> None:

@@ -10,18 +10,21 @@ from typing import Any, Protocol
 
 from myna.core.device import pick_device
 from myna.core.errors import ConfigError, DataError
-from myna.core.io import check_writable
+from myna.core.io import check_writable, is_file, save_text
 from myna.core.pools import Pool, open_pool
 from myna.core.progress import ProgressCallback, silent
 from myna.data.codec import Encoder
 from myna.data.corrections import check_corrections_applied, corrected_utterances
-from myna.data.dataset import DataFolder, DatasetInfo, PreparedDataset
+from myna.data.dataset import MANIFEST_FILE, DataFolder, DatasetInfo, PreparedDataset
 from myna.data.encoding import ShardEncoder, encode_dataset
 from myna.data.importers import check_source, import_source, write_import
 from myna.data.importers.records import OUTPUT_FILES
 from myna.data.importers.validation import TextCheck
 from myna.data.lengths import LengthEstimator, count_text_tokens
-from myna.data.manifest import Utterance
+from myna.data.manifest import Utterance, iterate_manifest
+
+SOURCE_FILE = "source.txt"
+"""File with the source of a folder's manifest."""
 
 
 class EncodingModel(LengthEstimator, Protocol):
@@ -152,7 +155,29 @@ def _import(
             hint = f"the speakers are {', '.join(sorted(speakers)[:20])}"
             raise DataError(f"{source} has no speaker {unknown[0]}", hint=hint)
         imported.utterances = [one for one in imported.utterances if one.speaker in settings.only]
+    _check_replaced(source, out, imported.utterances)
     write_import(imported, out, max_bad=settings.max_bad)
+    save_text(out / SOURCE_FILE, f"{_absolute_source(source)}\n")
     count, rejected = len(imported.utterances), len(imported.rejected)
-    note = f"{count} utterances from {source} ({imported.format}), {rejected} rejected"
-    return imported.utterances, DataFolder(out, count, rejected, notes=(note, *notes))
+    targets = sum(one.is_target for one in imported.utterances)
+    kinds = f" ({targets} targets, {count - targets} references)" if targets < count else ""
+    note = f"{count} utterances{kinds} from {source} ({imported.format}), {rejected} rejected"
+    return imported.utterances, DataFolder(out, count, rejected, notes=(note, *imported.notes, *notes))
+
+
+def _absolute_source(source: str) -> str:
+    return os.fspath(Path(source).absolute()) if Path(source).exists() else source
+
+
+def _check_replaced(source: str, out: Path, utterances: Sequence[Utterance]) -> None:
+    """Refuse to replace the manifest of another source, unless all of its utterances are in this one too."""
+    record, manifest = out / SOURCE_FILE, out / MANIFEST_FILE
+    former = record.read_text(encoding="utf-8").strip() if is_file(record) and is_file(manifest) else ""
+    if former in ("", _absolute_source(source)):
+        return
+    ids = {one.id for one in utterances}
+    if lost := sum(one.id not in ids for one in iterate_manifest(manifest)):
+        raise DataError(
+            f"{out} holds {lost} utterances of {former} that {source} would replace",
+            hint=f"choose another folder with --out; or rm {manifest} to give them up",
+        )

@@ -4,6 +4,7 @@ Each layout is an `Importer`, an entry of `FORMATS`. The module `validation` che
 read; `rejected.jsonl` names what cannot be used, and too much of it stops the import.
 """
 
+import difflib
 import json
 import math
 from collections import Counter
@@ -32,6 +33,8 @@ FORMATS = {
     "scored_jsonl": Importer(scored.matches_scored, scored.read_scored),
     "speechocean": Importer(scored.matches_speechocean, scored.read_speechocean),
 }
+MAX_SEARCHED_ENTRIES = 100
+"""Entries of a folder in no known layout of which it is told whether they are in one."""
 MAX_NAMED_REJECTIONS = 5
 """Maximum number of rejected records that an error names; the others are in `rejected.jsonl`."""
 
@@ -41,6 +44,8 @@ class ImportResult:
     utterances: list[Utterance]
     rejected: list[RejectedRecord]
     format: str
+    notes: tuple[str, ...] = ()
+    """Sentences for the user on what was accepted and may be wrong."""
 
     @property
     def counts(self) -> dict[RejectionReason, int]:
@@ -52,8 +57,16 @@ def detect_format(source: str) -> str:
     """Detect the layout of a source by its names and first bytes."""
     path = Path(source)
     matching = _matching_formats(path)
+    is_missing = not path.exists() and tables.locate(path)[0] is None
+    if is_missing and (not matching or path.parent.is_dir()):  # otherwise it is named like a dataset on the hub
+        raise missing_source_error(path)
     if len(matching) == 1 or matching[:1] == ["myna"]:  # the codes of a prepared folder look like a dataset
         return matching[0]
+    inside = sorted(path.iterdir())[:MAX_SEARCHED_ENTRIES] if path.is_dir() and not matching else []
+    if parts := [entry for entry in inside if _matching_formats(entry)]:
+        named = ", ".join(entry.name for entry in parts[:MAX_NAMED_REJECTIONS])
+        problem = f"{source} is in no layout we know, but what lies in it is: {named}"
+        raise DataError(problem, hint=f"give one of them: {parts[0]}")
     if not matching and _is_raw(path):
         raise DataError(
             f"{source} holds recordings without texts",
@@ -71,11 +84,18 @@ def check_source(source: str, format: str | None = None) -> str:
     if format is not None and format not in FORMATS:
         raise DataError(f"there is no format `{format}`", hint=f"use one of {', '.join(FORMATS)}")
     if format not in (None, "hf") and not Path(source).exists():
-        raise DataError(f"there is no {source}", hint="check the path")
+        raise missing_source_error(Path(source))
     try:
         return format or detect_format(source)
     except OSError as error:
         raise disk_error(error) or error from None
+
+
+def missing_source_error(path: Path) -> DataError:
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    hint = f"did you mean {path.parent / near[0]}?" if near else "check the path; --format hf reads from the hub"
+    return DataError(f"{path}: there is no such file or folder", hint=hint)
 
 
 def import_source(
@@ -95,7 +115,7 @@ def import_source(
     path, layout = Path(source), check_source(source, format)
     try:
         items = FORMATS[layout].read(path, ImportContext(media, language, speaker))
-        utterances, rejected = validate_utterances(items, progress, check_text)
+        utterances, rejected, notes = validate_utterances(items, progress, check_text)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise _wrong_format(source, layout, str(error)) from None
     except OSError as error:
@@ -103,7 +123,7 @@ def import_source(
         raise disk_error(error) or problem from None
     if not utterances and not rejected and layout not in _matching_formats(path):
         raise _wrong_format(source, layout, "it holds not one utterance")
-    return ImportResult(utterances, rejected, layout)
+    return ImportResult(utterances, rejected, layout, notes)
 
 
 def _matching_formats(path: Path) -> list[str]:

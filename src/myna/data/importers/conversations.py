@@ -246,8 +246,6 @@ def _place_clips(messages: list[tuple[str, str]], clips: list[ImportedClip]) -> 
 REFERENCE_FIELDS = ("ref_audio_file", "ref_transcript", "ref_speakers")
 MAPPED_FIELDS = ("id", "audio_file", "transcript_file", "speaker_id", "language", "task_type", *REFERENCE_FIELDS)
 """Fields of a sample that become fields or references of an utterance; the others become extras."""
-MAX_DURATION_ERROR_SECONDS = 1.0
-"""Seconds by which `duration` may differ from the recording's length, since sources round."""
 
 
 def matches_samples(source: Path) -> bool:
@@ -340,5 +338,5 @@ def _check_duration(duration: Any, audio: Path) -> None:
         seconds = probe(audio).seconds
     except AudioError:
         return
-    if not abs(duration - seconds) <= MAX_DURATION_ERROR_SECONDS:  # written so that NaN fails too
+    if not abs(duration - seconds) <= records.MAX_DURATION_ERROR_SECONDS:  # written so that NaN fails too
         raise RecordError("wrong duration", f"`duration` is {duration} s, and {audio} has {seconds:.2f} s")

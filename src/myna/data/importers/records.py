@@ -132,6 +132,9 @@ def build_utterances(
 
 # Fields of a record
 
+MAX_DURATION_ERROR_SECONDS = 1.0
+"""Seconds by which `duration` may differ from the recording's length, since sources round."""
+
 T = TypeVar("T")
 
 

@@ -168,7 +168,7 @@ RECORDS_PER_BATCH = 64
 
 
 def matches_hub(source: Path) -> bool:
-    if (local := _locate(source)[0]) is not None:
+    if (local := locate(source)[0]) is not None:
         return bool(_hf_files(local))
     return HUB.fullmatch(source.as_posix()) is not None and source.suffix not in FILE_SUFFIXES
 
@@ -179,11 +179,11 @@ def read_hub(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     def make(record: SourceRecord) -> list[Utterance]:
         return [utterance_from_row(record, context, (record.source.parent, Path()))]
 
-    folder, split = _locate(source)
+    folder, split = locate(source)
     return build_utterances(_hub_records(source) if folder is None else _local_splits(folder, split), make)
 
 
-def _locate(source: Path) -> tuple[Path | None, str]:
+def locate(source: Path) -> tuple[Path | None, str]:
     """Return the local folder or file of a source, None for the hub, and the split after its colon."""
     folder, _, split = source.as_posix().rpartition(":")
     if source.exists() or not folder or not Path(folder).exists():

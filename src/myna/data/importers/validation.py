@@ -4,7 +4,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +14,20 @@ from myna.audio.files import AudioFileError, AudioInfo, check_audio
 from myna.core.errors import DataError
 from myna.core.io import file_hash
 from myna.core.progress import ProgressCallback, silent
-from myna.data.importers.records import ImportedUtterance, ImportItem, RecordError, RejectedRecord
+from myna.data.importers.records import (
+    MAX_DURATION_ERROR_SECONDS,
+    ImportedUtterance,
+    ImportItem,
+    RecordError,
+    RejectedRecord,
+)
 from myna.data.manifest import Span, Utterance
 from myna.text.normalization import normalise_text
 
 SPAN_TOLERANCE_SECONDS = 0.05
 """Seconds by which a span may exceed its recording, since sources round."""
+MIN_SAMPLE_RATE = 16_000
+"""Samples a second below which recordings lack what makes speech clear; a telephone has 8,000."""
 MAX_NESTED_LEVELS = 50
 """Maximum depth of lists and objects in an utterance's extras, so that any code can parse the manifest."""
 CONTROL_TOKEN = re.compile(r"<\|[^<>|\s]+\|>")
@@ -36,26 +44,48 @@ TextCheck = Callable[[Mapping[str, str]], object]
 
 def validate_utterances(
     items: Iterable[ImportItem], progress: ProgressCallback = silent, check_text: TextCheck | None = None
-) -> tuple[list[Utterance], list[RejectedRecord]]:
-    """Return usable utterances, and rejected records with their reason; both in the order of the source.
+) -> tuple[list[Utterance], list[RejectedRecord], tuple[str, ...]]:
+    """Return usable utterances and rejected records with their reason, both in the order of the source, and notes on
+    doubtful ones.
 
     A reference whose targets were all rejected is left out with them. One that no target names serves its speaker if it
     has a text.
     """
     imported = list(items)
-    checked = list(_check_each(imported, progress, check_text))
+    found: dict[Path, AudioInfo] = {}
+    checked = list(_check_each(imported, progress, check_text, found))
     _check_all_references(checked)
     given, valid = (
         [item.utterance for item in some if isinstance(item, ImportedUtterance)] for some in (imported, checked)
     )
     named_before, named = ({id for one in some for id in one.references or ()} for some in (given, valid))
     utterances = [one for one in valid if one.is_target or one.id in named or (one.text and one.id not in named_before)]
-    return utterances, [item for item in checked if isinstance(item, RejectedRecord)]
+    rejected = [item for item in checked if isinstance(item, RejectedRecord)]
+    return utterances, rejected, tuple(_doubts(utterances, found))
+
+
+def _doubts(utterances: Sequence[Utterance], found: Mapping[Path, AudioInfo]) -> Iterator[str]:
+    """Yield notes on recordings and durations that are accepted and may be wrong."""
+    count, rates = len(utterances), [found[one.audio].sample_rate for one in utterances]
+    if low := [rate for rate in rates if rate < MIN_SAMPLE_RATE]:
+        few = f"{len(low)} of {count} utterances have fewer than {MIN_SAMPLE_RATE} samples a second"
+        yield f"{few} ({min(low)} at the least): speech that is learned from them sounds like a telephone"
+    if wrong := [one.id for one in utterances if _has_other_duration(one, found[one.audio])]:
+        off = f"{len(wrong)} of {count} utterances have a `duration` more than {MAX_DURATION_ERROR_SECONDS:g} s off"
+        yield f"{off}, {wrong[0]} first; the recordings were taken as they are"
+
+
+def _has_other_duration(utterance: Utterance, recording: AudioInfo) -> bool:
+    duration = utterance.extras.get("duration")
+    start, end = (utterance.span.start, utterance.span.end) if utterance.span else (0.0, None)
+    seconds = (recording.seconds if end is None else end) - start
+    return isinstance(duration, int | float) and abs(duration - seconds) > MAX_DURATION_ERROR_SECONDS
 
 
 def _check_each(
-    items: list[ImportItem], progress: ProgressCallback, check_text: TextCheck | None
+    items: list[ImportItem], progress: ProgressCallback, check_text: TextCheck | None, found: dict[Path, AudioInfo]
 ) -> Iterator[ImportItem]:
+    """Yield each item, checked; the recordings of usable ones are added to `found`."""
     paths = dict.fromkeys(item.utterance.audio for item in items if isinstance(item, ImportedUtterance))
     ids: set[str] = set()
     # Decoding releases the GIL. Recordings are checked in the order in which the items first need them.
@@ -67,6 +97,7 @@ def _check_each(
                 try:
                     recording = recordings[item.utterance.audio]
                     item = replace(item, utterance=_check_utterance(item.utterance, recording, ids, check_text))
+                    found[item.utterance.audio] = recording.result()
                 except RecordError as error:
                     item = item.rejected(error)
             yield item
