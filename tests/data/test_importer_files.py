@@ -8,8 +8,12 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from myna.audio.files import read_audio, write_audio
+from myna.core.errors import DataError
 from myna.data.importers import import_source
 from myna.data.manifest import Span, Utterance
 from tests.data.sources import write_json
@@ -142,6 +146,58 @@ def test_table_in_the_manner_of_common_voice(tmp_path: Path, clips: list[Path]) 
         (4, "missing file"),
         (5, "not UTF-8"),
     ]
+
+
+def test_a_release_of_common_voice_is_read_as_it_comes(tmp_path: Path, clips: list[Path]) -> None:
+    """Two of its tables, with the columns of release 17 and recordings as MP3."""
+    (tmp_path / "vi" / "clips").mkdir(parents=True)
+    samples = read_audio(clips[0], sample_rate=32_000)
+    write_audio(tmp_path / "vi" / "clips" / "common_voice_vi_1.mp3", samples, 32_000)
+    header = "client_id path sentence_id sentence sentence_domain up_votes down_votes age gender accents variant locale"
+    row = ["5f0c", "common_voice_vi_1.mp3", "9a", "Xin chào.", "", "2", "0", "twenties", "", "", "", "vi", ""]
+    for name in ("train.tsv", "test.tsv"):
+        lines = ["\t".join([*header.split(), "segment"]), "\t".join(row)]
+        (tmp_path / "vi" / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    [found] = import_source(str(tmp_path / "vi" / "train.tsv"), media=tmp_path).utterances
+    assert (found.id, found.text, found.speaker, found.language) == ("common_voice_vi_1", "Xin chào.", "5f0c", "vi")
+    assert found.extras["age"] == "twenties" and "segment" not in found.extras
+    with pytest.raises(DataError, match=r"what lies in it is: test\.tsv, train\.tsv"):
+        import_source(str(tmp_path / "vi"), media=tmp_path)
+
+
+def test_a_release_of_fleurs_is_read_as_it_comes(tmp_path: Path, clips: list[Path]) -> None:
+    """Its tables have no header, and one number for all recordings of a sentence."""
+    (tmp_path / "vi_vn" / "audio" / "dev").mkdir(parents=True)
+    rows = []
+    for clip in clips[:2]:
+        shutil.copy(clip, tmp_path / "vi_vn" / "audio" / "dev" / f"10{clip.stem}.wav")
+        words = ["Xin chào, Lan!", "xin chào lan", "x i n | c h à o | l a n |"]
+        rows.append("\t".join(["1509", f"10{clip.stem}.wav", *words, "2000", "FEMALE"]))
+    (tmp_path / "vi_vn" / "dev.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    result = import_source(str(tmp_path / "vi_vn" / "dev.tsv"), media=tmp_path, language="vi")
+    assert [(one.id, one.text, one.language) for one in result.utterances] == [
+        ("100", "Xin chào, Lan!", "vi"),
+        ("101", "Xin chào, Lan!", "vi"),
+    ]
+    assert result.rejected == [] and result.utterances[0].extras["gender"] == "FEMALE"
+
+
+def test_recordings_of_one_sentence_of_fleurs_on_the_hub_are_no_duplicates(tmp_path: Path, clips: list[Path]) -> None:
+    rows = [
+        {
+            **{"id": 1509, "num_samples": 2000, "path": f"/cache/{clip.name}"},
+            **{"audio": {"bytes": clip.read_bytes(), "path": f"dev/{clip.name}"}, "transcription": "xin chào lan"},
+            **{"raw_transcription": "Xin chào, Lan!", "gender": 1, "language": "Vietnamese"},
+        }
+        for clip in clips[:2]
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "dev.parquet")
+    result = import_source(str(tmp_path / "dev.parquet"), media=tmp_path / "media")
+    assert [(one.id, one.text) for one in result.utterances] == [
+        ("dev/0", "Xin chào, Lan!"),
+        ("dev/1", "Xin chào, Lan!"),
+    ]
+    assert result.rejected == []
 
 
 def test_table_spans_by_offset_and_duration(tmp_path: Path, clips: list[Path]) -> None:

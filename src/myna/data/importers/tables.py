@@ -18,7 +18,7 @@ from myna.data.manifest import Utterance
 
 COLUMNS = {
     "audio": ("audio", "audio_file", "audio_path", "path", "file", "file_name", "filename", "wav"),
-    "text": ("text", "transcript", "transcription", "sentence"),
+    "text": ("text", "transcript", "raw_transcription", "transcription", "sentence"),
     "speaker": ("speaker", "speaker_id", "client_id"),
     "language": ("language", "lang", "locale"),
     "id": ("id",),
@@ -42,6 +42,8 @@ def utterance_from_row(record: SourceRecord, context: ImportContext, folders: It
     embedded = [column for column, item in row.items() if isinstance(item, dict) and "bytes" in item]
     if embedded and columns.get("audio") not in embedded:
         columns["audio"] = embedded[0]
+    if "raw_transcription" in row:  # FLEURS numbers its sentences, which several people read
+        columns.pop("id", None)
     if "start" not in columns or "end" in columns:  # the duration is redundant then
         columns.pop("duration", None)
     value = {field: row[column] for field, column in columns.items()}
@@ -82,7 +84,10 @@ LITERAL_DELIMITERS = "\t|"
 """Delimiters that never occur in texts, so that quotes beside them are literal."""
 QUOTED = re.compile(r'"(?:[^"]|"")*"', re.DOTALL)
 CLIPS = "clips"
-"""Folder in which Common Voice keeps the audio its tables name."""
+"""Folder in which Common Voice keeps the audio its tables name. FLEURS has audio/SPLIT beside SPLIT.tsv."""
+FLEURS_HEADER = ["id", "file_name", "raw_transcription", "transcription", "letters", "num_samples", "gender"]
+"""Columns of FLEURS, whose tables have no header."""
+FLEURS_LINE = re.compile(r"\d+\t\S+\.wav(\t[^\t]*){3}\t\d+\t\w+")
 
 
 def matches_table(source: Path) -> bool:
@@ -93,7 +98,7 @@ def matches_table(source: Path) -> bool:
 def read_table(source: Path, context: ImportContext) -> Iterator[ImportItem]:
     """A CSV or TSV file whose header names at least an audio and a text column."""
     file = _find_table(source) or source
-    folders = (file.parent, file.parent / CLIPS, Path())
+    folders = (file.parent, file.parent / CLIPS, file.parent / "audio" / file.stem, Path())
     return build_utterances(_rows(file), lambda record: [utterance_from_row(record, context, folders)])
 
 
@@ -107,6 +112,8 @@ def _find_table(source: Path) -> Path | None:
 def _header(file: Path) -> tuple[str, list[str]]:
     """Return the delimiter that gives the first line most known columns, and the columns."""
     first = records.read_head(file).removeprefix("\ufeff").splitlines()[:1]
+    if first and FLEURS_LINE.fullmatch(first[0]):
+        return "\t", FLEURS_HEADER
     splits = [(delimiter, next(_parse(iter(first), delimiter), list[str]())) for delimiter in ",\t;|"]
     return max(splits, key=lambda split: (len(map_columns(split[1])), len(split[1])))
 
@@ -117,7 +124,7 @@ def _rows(file: Path) -> Iterator[SourceRecord]:
         reader, number = _parse(lines, delimiter), 1
         while True:
             try:
-                if any(cells := next(reader)) and number > 1:
+                if any(cells := next(reader)) and (number > 1 or header is FLEURS_HEADER):
                     yield SourceRecord(file, number, _row(header, cells, unquote=delimiter in LITERAL_DELIMITERS))
             except StopIteration:
                 return
