@@ -30,7 +30,7 @@ from myna.data.code_store import codes_key, span_bounds
 from myna.data.codec import Codes, Encoder, NotifyCallback, Samples
 from myna.data.manifest import Span, Utterance
 
-READER_THREADS = min(8, os.cpu_count() or 1)
+READER_THREADS = min(16, os.cpu_count() or 1)
 GPU_SHARDS = 8
 """Shards per call to a worker with a GPU, which reads the next while it encodes one. Other workers get one: without a
 GPU encoding takes much longer than reading."""
@@ -59,7 +59,7 @@ class PlannedClip(NamedTuple):
     span: Span | None
     text: str
     frames: int
-    """Frames according to the header of the file; 0 if there may turn out to be none."""
+    """Frames according to the header of the file, 0 if there may turn out to be none; once it is read, its frames."""
 
 
 class PlannedShard(NamedTuple):
@@ -75,15 +75,6 @@ class EncodedClips(NamedTuple):
     frames: dict[str, int]
     """Frames by key; 0 for a clip shorter than one frame."""
     notes: tuple[str, ...] = ()
-
-
-class PendingClip(NamedTuple):
-    """Clip that was read, its samples trimmed to whole frames."""
-
-    key: str
-    text: str
-    frames: int
-    samples: Samples
 
 
 def encode_dataset(
@@ -206,20 +197,19 @@ class ShardEncoder:
             for shard in shards:
                 yield from self._encode_shard(shard, list(islice(read, len(shard.clips))))
 
-    def _encode_shard(self, shard: PlannedShard, clips: Sequence[PendingClip]) -> Iterator[EncodedClips]:
+    def _encode_shard(self, shard: PlannedShard, read: Sequence[tuple[PlannedClip, Samples]]) -> Iterator[EncodedClips]:
         codec = self.codec
         if codec.revision != shard.revision:
             raise ConfigError(
                 f"this worker has the codec {codec.revision[:8]}, and {shard.path} is for {shard.revision[:8]}",
                 hint="copy one model to all nodes; myna doctor --ray ADDRESS --model MODEL compares them",
             )
-        yield EncodedClips({clip.key: 0 for clip in clips if not clip.frames})
-        clips = [clip for clip in clips if clip.frames]
+        yield EncodedClips({clip.key: 0 for clip, _ in read if not clip.frames})
+        clips = [clip for clip, _ in read if clip.frames]
+        samples = [samples for clip, samples in read if clip.frames]
         codes: dict[int, Codes] = {}
         notes: list[str] = []
-        for positions, batch in codec.encode_batches(
-            [clip.samples for clip in clips], shard.batch_seconds, notes.append
-        ):
+        for positions, batch in codec.encode_batches(samples, shard.batch_seconds, notes.append):
             codes |= zip(positions, batch, strict=True)
             yield EncodedClips({clips[position].key: clips[position].frames for position in positions}, tuple(notes))
             notes.clear()
@@ -235,14 +225,15 @@ def _probe_recording(utterance: Utterance) -> tuple[str, float]:
         return file_hash(utterance.audio), probe(utterance.audio).seconds
 
 
-def _load_clip(codec: Encoder, clip: PlannedClip) -> PendingClip:
+def _load_clip(codec: Encoder, clip: PlannedClip) -> tuple[PlannedClip, Samples]:
+    """Read a clip and trim it to whole frames."""
     with _audio_errors(clip):
         samples = read_audio(clip.audio, sample_rate=codec.sample_rate, span=span_bounds(clip.span))
     frames = len(samples) // codec.hop
-    return PendingClip(clip.key, clip.text, frames, samples[: frames * codec.hop])
+    return clip._replace(frames=frames), samples[: frames * codec.hop]
 
 
-def _shard_table(shard: Sequence[PendingClip], codes: Sequence[Codes], codec: Encoder) -> Any:
+def _shard_table(shard: Sequence[PlannedClip], codes: Sequence[Codes], codec: Encoder) -> Any:
     assert all(array.shape == (clip.frames, codec.codebooks) for clip, array in zip(shard, codes, strict=True))
     offsets = np.cumsum([0, *(array.size for array in codes)], dtype=np.int64)
     values = np.concatenate([array.reshape(-1) for array in codes])

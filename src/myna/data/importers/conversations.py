@@ -288,10 +288,11 @@ def read_samples(source: Path, context: ImportContext) -> Iterator[ImportItem]:
         yield Utterance(record.id, audio, text, speaker, language, extras=extras)
 
     tree = records.parse_json(index.read_bytes())
-    samples = tree.get("samples") if isinstance(tree, dict) else tree if isinstance(tree, RecordError) else None
-    if not isinstance(samples, list | RecordError):
-        samples = RecordError("malformed", "there is no list `samples`")
-    return build_utterances(records.json_samples(index, samples), make)
+    samples = tree.get("samples") if isinstance(tree, dict) else None
+    if isinstance(samples, list):
+        return build_utterances(records.json_samples(index, enumerate(samples, start=1)), make)
+    error = tree if isinstance(tree, RecordError) else RecordError("malformed", "there is no list `samples`")
+    return build_utterances([SourceRecord(index, None, error)], make)
 
 
 def _references(sample: dict[str, Any]) -> list[dict[str, Any]]:

@@ -209,17 +209,14 @@ def json_records(path: Path) -> Iterator[SourceRecord]:
     """Yield the objects of a JSONL file by line, or of a JSON file, which holds a list of samples or one sample."""
     tree = None if path.suffix == ".jsonl" else parse_json(path.read_bytes())
     if tree is None or (isinstance(tree, RecordError) and tree.detail.startswith("Extra data")):
-        yield from _objects(path, ((number, parse_json(line)) for number, line in nonblank_lines(path)))
-    else:
-        yield from json_samples(path, tree if isinstance(tree, list | RecordError) else [tree])
+        return json_samples(path, ((number, parse_json(line)) for number, line in nonblank_lines(path)))
+    if isinstance(tree, RecordError):
+        return json_samples(path, [(None, tree)])
+    return json_samples(path, enumerate(tree if isinstance(tree, list) else [tree], start=1))
 
 
-def json_samples(path: Path, samples: list[Any] | RecordError) -> Iterator[SourceRecord]:
-    """Yield the samples of a JSON file, or the error that reading it gave."""
-    return _objects(path, [(None, samples)] if isinstance(samples, RecordError) else enumerate(samples, start=1))
-
-
-def _objects(path: Path, samples: Iterable[tuple[int | None, Any]]) -> Iterator[SourceRecord]:
+def json_samples(path: Path, samples: Iterable[tuple[int | None, Any]]) -> Iterator[SourceRecord]:
+    """Yield numbered samples of a file, each an object or the error of reading it."""
     for number, sample in samples:
         if not isinstance(sample, dict | RecordError):
             sample = RecordError("malformed", f"`line` is {type(sample).__name__}, not dict")

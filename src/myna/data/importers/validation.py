@@ -14,13 +14,8 @@ from myna.audio.files import AudioFileError, AudioInfo, check_audio
 from myna.core.errors import DataError
 from myna.core.io import file_hash
 from myna.core.progress import ProgressCallback, silent
-from myna.data.importers.records import (
-    MAX_DURATION_ERROR_SECONDS,
-    ImportedUtterance,
-    ImportItem,
-    RecordError,
-    RejectedRecord,
-)
+from myna.data.importers import records
+from myna.data.importers.records import ImportedUtterance, ImportItem, RecordError, RejectedRecord
 from myna.data.manifest import Span, Utterance
 from myna.text.normalization import normalise_text
 
@@ -71,15 +66,15 @@ def _doubts(utterances: Sequence[Utterance], found: Mapping[Path, AudioInfo]) ->
         few = f"{len(low)} of {count} utterances have fewer than {MIN_SAMPLE_RATE} samples a second"
         yield f"{few} ({min(low)} at the least): speech that is learned from them sounds like a telephone"
     if wrong := [one.id for one in utterances if _has_other_duration(one, found[one.audio])]:
-        off = f"{len(wrong)} of {count} utterances have a `duration` more than {MAX_DURATION_ERROR_SECONDS:g} s off"
-        yield f"{off}, {wrong[0]} first; the recordings were taken as they are"
+        off = f"a `duration` more than {records.MAX_DURATION_ERROR_SECONDS:g} s off, {wrong[0]} first"
+        yield f"{len(wrong)} of {count} utterances have {off}; the recordings were taken as they are"
 
 
 def _has_other_duration(utterance: Utterance, recording: AudioInfo) -> bool:
     duration = utterance.extras.get("duration")
     start, end = (utterance.span.start, utterance.span.end) if utterance.span else (0.0, None)
     seconds = (recording.seconds if end is None else end) - start
-    return isinstance(duration, int | float) and abs(duration - seconds) > MAX_DURATION_ERROR_SECONDS
+    return isinstance(duration, int | float) and abs(duration - seconds) > records.MAX_DURATION_ERROR_SECONDS
 
 
 def _check_each(
