@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "ARCHITECTURE.md", ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 FAMILY_FILE = re.compile(r"`(\w+\.py)`")
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+REPOSITORY_ONLY = re.compile(
+    rf"\bmake ({'|'.join(TARGETS)})\b|\b(tests|docs|tools|training|benchmarks|deploy)/|\bdecisions?/\d"
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -38,16 +43,23 @@ def test_tests_that_are_named_exist() -> None:
     assert not sorted(name for name in named if f"def {name}(" not in sources)
 
 
-def test_messages_name_no_page_that_a_wheel_lacks() -> None:
-    """Only docstrings of code may; those of commands are their help."""
-    named = []
-    for path in sorted((ROOT / "src" / "myna").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        docstrings = {
-            node.value
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and path.parent.name != "commands"
-        }
-        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in docstrings]
-        named += [f"{path}:{node.lineno}" for node in texts if isinstance(node.value, str) and "docs/" in node.value]
-    assert not named
+def texts_for_users(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of each string of a module, and of docstrings only those that become help of commands."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    is_help = path.parent.name == "commands"
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and (is_help or id(node) not in docstrings):
+            yield node.lineno, node.value
+
+
+def test_no_message_or_help_needs_the_repository() -> None:
+    """A wheel has no Makefile, tests, docs or tools."""
+    package = ROOT / "src" / "myna"
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text[:120]}"
+        for path in sorted(package.rglob("*.py"))
+        for line, text in texts_for_users(path)
+        if REPOSITORY_ONLY.search(text)
+    ]
+    assert not found, "\n".join(found)

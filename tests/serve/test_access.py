@@ -1,4 +1,4 @@
-"""Who may use a server: keys, addresses and names of this machine."""
+"""Access to a server: keys, addresses and names of this machine."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_command_refuses_other_machines_without_a_key(monkeypatch: pytest.Mo
 
 
 def test_a_ray_worker_without_the_key_in_its_environment_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an existing cluster another process than `serve run` builds the application."""
+    """Another process than `serve run` builds the application on an existing cluster."""
     monkeypatch.delenv("MYNA_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="without an API key"):
         settings_of_arguments({"sources": ["fledgling"]})

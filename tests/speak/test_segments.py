@@ -145,7 +145,7 @@ def test_a_runaway_is_reported_and_is_no_context(engine: Engine, conversations: 
         speech = speak(engine, plan)
     assert speech.finish_reason == "length" and not speech.stopped
     assert len(speech.warnings) == len(plan.segments)
-    assert speech.warnings[0].startswith('cut after 0.4 s, where it had found no end: "Anna says')
+    assert speech.warnings[0].startswith('cut after 0.4 s without finding its end: "Anna says')
     assert all(len(conversation.turns) == 1 for conversation in conversations)
 
 

@@ -84,6 +84,6 @@ def _problems(recorded: Samples, samples: Samples, sample_rate: int, speech: flo
     if (share := measures.clipped_share(recorded)) > MAX_CLIPPED_SHARE:
         found.append(f"it is clipped ({share:.1%} of its samples): record with less gain")
     if speech and (band := measures.bandwidth_hz(samples, sample_rate)) < NARROW_BAND_HZ:
-        narrow = f"it has nothing above {band / 1000:.1f} kHz, as a telephone call"
-        found.append(f"{narrow}, and the speech will sound so: give a recording made at 16 kHz or more")
+        narrow = f"it has nothing above {band / 1000:.1f} kHz, like a telephone call"
+        found.append(f"{narrow}, and the speech will sound like one: give a recording made at 16 kHz or more")
     return found

@@ -19,7 +19,7 @@ SHARED_FACTS = ("python", "transformers", "myna", "codec")
 """Facts that must be equal on this machine as well. Its torch may be a CPU build, since it only shares out work."""
 HINTS = {
     "node": "`ray start` there within the environment of Myna; /tmp/ray/session_latest/logs on that node say more",
-    "python": "make every environment with the same Python: make setup PYTHON=/path/to/python3.12",
+    "python": "make every environment with the same Python: python3.12 -m venv FOLDER, and install Myna there",
     "torch": "pip install --constraint constraints.txt torch, on every node",
     "transformers": "pip install --constraint constraints.txt transformers, on every node",
     "myna": "install the same Myna on every node, or one environment on a shared disk; then start Ray again",

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def run(words: Sequence[str], *, shown: bool = False) -> int:
-    """Run a command and return its exit status. `shown` prints an error, where it is raised otherwise."""
+    """Run a command and return its exit status. An error is raised, or printed if `shown`."""
     app = build_app(words)
     try:
         function, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
@@ -73,7 +73,7 @@ def run(words: Sequence[str], *, shown: bool = False) -> int:
     try:
         return function(*bound.args, **bound.kwargs) or 0
     except (MynaError, OSError) as error:
-        # A full disk is no bug; a file of ours that is not where it should be is one, and keeps its traceback.
+        # A full disk is no bug. A missing file of the package is one, and keeps its traceback.
         known = error if isinstance(error, MynaError) else disk_error(error)
         if known is None or not shown:
             raise

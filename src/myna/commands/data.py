@@ -323,7 +323,7 @@ def render(
     *,
     model: opt.Model,
     id: Annotated[str | None, option("Utterance to show; the first one if left out.")] = None,
-    count: Annotated[int, option("How many utterances to show.", "-n")] = 1,
+    count: Annotated[int, option("Number of utterances to show.", "-n")] = 1,
     settings: opt.Settings = (),
 ) -> list[RenderedSequence]:
     """Show training sequences of a prepared folder token by token, with codes and labels, as the model sees them."""

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that prints brackets as they are: a person writes them, as in [laughs]."""
+    """Return a console that prints square brackets as they are, because users write them, as in [laughs]."""
     return Console(stderr=stderr, markup=False, emoji=False)
 
 

@@ -38,8 +38,8 @@ def doctor(
     model: Annotated[str | None, option("Hub name or folder of a model to check.", "-m")] = None,
     *,
     ray: Annotated[str | None, option("Compare the nodes of the Ray cluster at this address, or auto.")] = None,
-    shared: Annotated[PathLike | None, option("With `ray`: a folder that all nodes have to share.")] = None,
-    asr: Annotated[str | None, option("With `ray`: the recogniser of `myna curate`, to compare as well.")] = None,
+    shared: Annotated[PathLike | None, option("Folder that all nodes have to share; for `ray`.")] = None,
+    asr: Annotated[str | None, option("Recogniser of `myna curate` to compare as well; for `ray`.")] = None,
 ) -> list[Check]:
     """Check this machine, and a model if one is named; each problem comes with what to type.
 

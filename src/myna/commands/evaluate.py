@@ -23,7 +23,7 @@ class EvaluationOptions(TypedDict, total=False):
     """Options that `evaluate` and `compare` share; `EvaluationSettings` has their defaults."""
 
     data: Annotated[PathLike | None, option("Prepared folder; by default the held-out data of the (first) run.")]
-    sentences: Annotated[PathLike | None, option("Text file, a sentence a line; or a list as of seed-tts-eval.")]
+    sentences: Annotated[PathLike | None, option("Text file, a sentence a line, or a list in seed-tts-eval format.")]
     asr: opt.ASR
     speaker_encoder: opt.SpeakerEncoder
     language: opt.Language
@@ -38,7 +38,7 @@ class EvaluationOptions(TypedDict, total=False):
 def evaluate(
     subject: Annotated[PathLike, option("A run folder, or the hub name or folder of an adapter or of a model.")],
     *,
-    against: Annotated[Sequence[str], option("Another run or model, or NAME=IT; repeatable.")] = (),
+    against: Annotated[Sequence[str], option("Run or model to compare with; NAME=RUN names it; repeatable.")] = (),
     out: Annotated[PathLike | None, option("Folder; RUN/evaluation or evaluations/NAME by default.", "-o")] = None,
     strength: opt.Strength = 1.0,
     progress: ProgressCallback = silent,

@@ -120,7 +120,7 @@ def model_stats(
     *,
     lora: LoraMode = "comprehensive",
     rank: LoraRank = 16,
-    targets: Annotated[Sequence[str], option("With custom: end of a module name; repeatable.")] = (),
+    targets: Annotated[Sequence[str], option("End of a module name, for `custom`; repeatable.")] = (),
     train_modules: Annotated[
         Sequence[str], option("Module trained in full: text_head, audio_head or audio_embedding; repeatable.")
     ] = (),

@@ -245,7 +245,7 @@ Ray = Annotated[str | None, option("Address of a Ray cluster that shares the fol
 Workers = Annotated[int | None, option("Processes of this machine that share the work.", least=1)]
 WeightsLayout = Annotated[str, option("transformers or original (boson).")]
 Json = Annotated[bool, option("Print the result as JSON.", name="--json")]
-Force = Annotated[bool, option("Write over files that are there. Inputs never are.")]
+Force = Annotated[bool, option("Replace existing files; inputs are never replaced.")]
 
 
 class ModelOptions(TypedDict, total=False):

@@ -99,7 +99,7 @@ def _(
         ),
     ] = "1",
     haproxy: Annotated[
-        bool, option("On Linux: HAProxy in front of the replicas, which adds least to first audio.", panel=RAY)
+        bool, option("HAProxy in front of the replicas (Linux), which adds least to first audio.", panel=RAY)
     ] = False,
 ) -> None:
     """Serve a voice over HTTP, in the contract of OpenAI's speech API, with a page to try it.

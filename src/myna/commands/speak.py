@@ -108,10 +108,10 @@ def _(
         ),
     ] = False,
     play: Annotated[bool, option("Play it as it is generated, with ffplay, aplay or afplay.", panel=OUTPUT)] = False,
-    codes: Annotated[PathLike | None, option("Also write the codes, as .npy.", panel=OUTPUT)] = None,
+    codes: Annotated[PathLike | None, option("Write the codes too, as .npy.", panel=OUTPUT)] = None,
     force: opt.Force = False,
     takes: Annotated[
-        int, option("Speak it so many times, with --seed and those after it: NAME-1.wav, ...", panel=TAKES, least=1)
+        int, option("Number of takes, with --seed and the seeds after it: NAME-1.wav, ...", panel=TAKES, least=1)
     ] = 1,
     best: Annotated[
         bool,
@@ -199,7 +199,7 @@ def _(
     batch_size: opt.BatchSize = 16,
     force: opt.Force = False,
     takes: Annotated[
-        int, option("Speak each line so many times and keep the best, as `myna speak --best`.", panel=TAKES, least=1)
+        int, option("Number of takes of each line; the best is kept, as by `myna speak --best`.", panel=TAKES, least=1)
     ] = 1,
     keep_takes: KeepTakes = False,
     asr: opt.ASR = None,
@@ -310,7 +310,7 @@ def _show_heard(recordings: Sequence[ReferenceRecording]) -> dict[str, Any]:
 
 
 def _open_voice(options: SpeakOptions) -> Voice:
-    """Load the model, once mistakes that need no model are ruled out: seconds go into imports."""
+    """Load the model, after all checks that need no model, because imports take seconds."""
     from myna.models.ref import ModelRef
     from myna.speak.request import open_reference
 
@@ -322,7 +322,7 @@ def _open_voice(options: SpeakOptions) -> Voice:
     if problems := [problem for file in _references(options) for problem in open_reference(Path(file)).problems]:
         show_warnings(problems, stderr=True)
     ref = ModelRef.from_options(opened.pop("run", None), opened.pop("model", None))
-    gc.disable()  # imported modules are no garbage, and a second would go into looking for some
+    gc.disable()  # a search for garbage among the imported modules would take a second
     try:
         import torch
 
@@ -340,7 +340,7 @@ def _open_voice(options: SpeakOptions) -> Voice:
 def _check_outputs(
     out: PathLike | None, *, takes: int, best: bool, codes: PathLike | None, stream: bool, play: bool
 ) -> None:
-    """Refuse outputs that do not go together, and a stream that would go to a terminal or to no player."""
+    """Refuse outputs that exclude one another, a stream to a terminal, and `--play` without a player."""
     if out is None and not stream and not play:
         raise SpeakError("there is nowhere for the speech to go", hint="--out FILE.wav, --play, or --stream | PLAYER")
     if best and takes == 1:
@@ -391,7 +391,7 @@ def _stream_speech(stream: SpeechStream, files: list[Path], *, play: bool, force
 
 
 def _show_end(name: str, speech: Speech | SpeechStream, seconds: float, *, stderr: bool = False) -> None:
-    """Print how long the speech is, and whether the model found its end; else the words at which it did not."""
+    """Print the length of the speech, and whether the model found its end. If not, print the words that were cut."""
     end = "stopped by itself" if speech.finish_reason == "stop" else "it did not find its end"
     style = "none" if speech.finish_reason == "stop" and not speech.warnings else "yellow"
     unmarked = ", without a watermark" if speech.origin is not None and not speech.origin.watermark else ""

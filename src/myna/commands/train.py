@@ -100,10 +100,10 @@ def _(
     named = options.keys() - {"gpus", "settings"}
     if (stopped is not None and named) or (stopped is None and not named & {"recipe", "model", "data", "steps"}):
         raise ConfigError(
-            "give a recipe, or --resume with a run and nothing else that says where or what",
+            "give a recipe, or --resume RUN; beside --resume only --set and --gpus are allowed",
             hint="myna train RECIPE.yaml, or myna train --resume runs/NAME",
         )
-    # Mistakes in the settings are reported before seconds go into importing torch.
+    # Report mistakes in the settings before importing torch, which takes seconds.
     if stopped is not None:
         from myna.core.run_folder import Run
 

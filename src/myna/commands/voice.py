@@ -139,7 +139,7 @@ def _(
     this machine's log.
 
     Exit code 0 if every file is marked, or signed as speech of a model; 1 if one is neither; 2 if one cannot be read.
-    A recording without a mark may still be synthetic: other systems set none, and a mark can be removed."""
+    A recording without a mark may still be synthetic: noise, a change of speed or a neural codec removes the mark."""
     found, failures = [], list[str]()
     for file in files:
         try:

@@ -29,7 +29,7 @@ Quantization = Literal["none", "fp8", "int8", "nf4"]
 SettingOverrides = Mapping[str, Any] | Sequence[str]
 """Settings on top of others: `{"train.steps": 60}`, or `["train.steps=60"]` as `--set` takes them."""
 SCORER_KINDS = ("transformers", "resemblyzer", "ecapa", "wavlm")
-"""Names in `speech_eval.asr` and `speech_eval.speaker_encoder` that are not paths; a path may follow after a colon."""
+"""Kinds of scorers. `KIND` takes the default weights, `KIND:PATH` those at PATH."""
 
 
 AnySettings = TypeVar("AnySettings", bound="Settings")
@@ -98,8 +98,8 @@ class AdaptSettings(Settings):
     """Trainable weights: a LoRA, or the model itself."""
 
     mode: Literal["comprehensive", "audio_focused", "attention_only", "custom", "full"] = "comprehensive"
-    """Projections with a LoRA: attention and both FFNs; q, v and the audio FFN; attention; the list in
-    `targets`. `full` trains the model itself, without LoRA."""
+    """Projections with a LoRA. `comprehensive`: attention and both FFNs; `audio_focused`: q, v and the audio FFN;
+    `attention_only`: attention; `custom`: the list in `targets`. `full` trains the model itself, without LoRA."""
     targets: tuple[str, ...] = ()
     """Endings of module names for mode `custom`, such as `audio_mlp.down_proj`."""
     rank: Count = 16
@@ -186,7 +186,7 @@ class TrainSettings(Settings):
     """Compute a plain LoRA (no dropout, no DoRA) fused with its frozen weights, on a GPU with Triton kernels: the same
     training, faster."""
     compile: bool = False
-    """On a GPU, compile layers that are not fused. The first step then waits a minute or two for the compiler."""
+    """Compile layers that are not fused, on a GPU. The first step then waits a minute or two for the compiler."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """`auto` takes the best device there is; or `cpu`, `cuda`, `cuda:1`, `mps`."""
     seed: Annotated[int, Field(ge=0)] = 0

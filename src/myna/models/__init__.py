@@ -61,7 +61,7 @@ def find_checkpoint(source: str, revision: str | None = None) -> Path | None:
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"the weights of {source} are not in this copy of Myna: {folder} is missing or empty",
-            hint=f"install a released Myna, or make them anew with training/{source} of its repository",
+            hint="install Myna again, from a wheel or a whole clone: pip install --force-reinstall --no-deps WHEEL",
         )
     return folder
 

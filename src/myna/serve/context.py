@@ -41,19 +41,19 @@ class ServerMetrics:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("myna_http_requests", "Requests.", ["path", "status"], registry=registry)
         self.first_audio = Histogram(
-            "myna_first_audio_seconds", "To the first byte of audio.", buckets=LATENCY_BUCKETS, registry=registry
+            "myna_first_audio_seconds", "Seconds to the first audio.", buckets=LATENCY_BUCKETS, registry=registry
         )
         self._seconds = Histogram(
-            "myna_speech_request_seconds", "To the last byte of audio.", buckets=LATENCY_BUCKETS, registry=registry
+            "myna_speech_request_seconds", "Seconds to the last audio.", buckets=LATENCY_BUCKETS, registry=registry
         )
         self._audio = Counter("myna_audio_seconds", "Seconds of speech made.", registry=registry)
         self._ends = Counter("myna_requests_finished", "Ends of requests.", ["finish_reason"], registry=registry)
-        self._steps = Histogram("myna_step_seconds", "Of an engine's step.", buckets=STEP_BUCKETS, registry=registry)
+        self._steps = Histogram("myna_step_seconds", "Seconds of one step.", buckets=STEP_BUCKETS, registry=registry)
         gauges = {
-            "myna_streams_speaking": ("Streams that have a row.", lambda: client.load.speaking),
-            "myna_requests_waiting": ("Requests that wait for a row.", lambda: client.load.waiting),
+            "myna_streams_speaking": ("Requests that are being spoken.", lambda: client.load.speaking),
+            "myna_requests_waiting": ("Requests that wait for a slot.", lambda: client.load.waiting),
             "myna_requests_in_flight": ("Requests that were taken and have not ended.", lambda: client.in_flight),
-            "myna_rows": ("Streams that are spoken at a time.", lambda: client.settings.rows),
+            "myna_rows": ("Maximum number of requests that are spoken at a time.", lambda: client.settings.rows),
             "myna_engine_restarts": ("Times that the engine process was started again.", lambda: client.restarts),
             "myna_engine_ready": ("Whether the model is loaded and warm.", lambda: client.ready),
         }

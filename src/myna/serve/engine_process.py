@@ -40,7 +40,7 @@ from myna.speak.request import SpeechRequest
 from myna.text.normalization import normalise_text
 
 MAX_CACHED_REFERENCES = 256
-"""Number of encoded references that are kept: stored voices, and clients that send theirs with every request."""
+"""Maximum number of cached reference encodings; clients often send the same reference again."""
 
 
 class ReferenceEncoder:
@@ -307,8 +307,8 @@ class SpeechWorker:
         )
         plan = engine.plan(replace(request, references=references), positions=self._batch.positions)
         context = self._sessions.get(request.session, [])
-        # As between the segments of a long text: with a reference, the one before is enough, and what does not fit is
-        # left out.
+        # As between the segments of a long text: with a reference, the previous text is enough. A text that does not
+        # fit is left out.
         for earlier in (context[-1:] if references else context, context[-1:]):
             if earlier and sum(len(codes) for _, codes in earlier) <= MAX_CONTEXT_SECONDS * engine.codec.frame_rate:
                 prompt = engine.render(plan.request, references, plan.segments[0], tuple(earlier))

@@ -58,7 +58,8 @@ class ReplicaRegistry:
         self._changed = asyncio.Condition()
 
     async def report(self, report: ReplicaReport) -> AdapterVersion:
-        """Take a replica's report, and return the adapters that it should have, at once if it has others."""
+        """Return the adapters that a replica should have: immediately if its own list is outdated, otherwise after a
+        change or REPORT_SECONDS."""
         if report.adapters.number > self._adapters.number:  # this actor was started anew
             self._adapters = report.adapters
         self._reports[report.id] = time.monotonic(), report
@@ -170,7 +171,7 @@ def run_on_ray(
     if serve.status().proxies:
         raise ConfigError(
             "Ray Serve runs on this cluster already",
-            hint="serve shutdown ends it; or add the application of deploy/ray.yaml to its own config file",
+            hint="serve shutdown ends it; or add an application with `import_path: myna.serve.ray_app:build`",
         )
     options = deployment_options(settings, counts, ray.cluster_resources())
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -122,7 +122,7 @@ class _Body(BaseModel):
     @field_validator("*")
     @classmethod
     def _check_unicode(cls, value: Any) -> Any:
-        """Refuse halves of characters, which JSON can spell and no text holds."""
+        """Refuse unpaired surrogates, which JSON allows but UTF-8 cannot encode."""
         if isinstance(value, str) and not is_unicode(value):
             raise ValueError("this is no Unicode text")
         return value
@@ -138,7 +138,7 @@ class InlineReference(_Body):
     """Recording of a voice, with its transcript."""
 
     audio: str = Field(max_length=MAX_RECORDING_CHARACTERS, description="Recording in base64, or a data URL.")
-    text: str = Field(max_length=MAX_CHARACTERS, description="What is said in it.")
+    text: str = Field(max_length=MAX_CHARACTERS, description="Transcript of the recording.")
 
 
 class SpeechSettings(_Body):
@@ -159,22 +159,22 @@ class SpeechSettings(_Body):
     temperature: float | None = Field(default=None, ge=0.0, le=5.0, description="0 is greedy.")
     top_k: int | None = Field(default=None, ge=0, le=100_000)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    max_seconds: float = Field(default=60.0, gt=0.0, le=600.0, description="Where a runaway is cut, at the latest.")
+    max_seconds: float = Field(default=60.0, gt=0.0, le=600.0, description="Maximum length, at which a runaway is cut.")
     strength: float = Field(default=1.0, ge=0.0, le=4.0, description="Scale of the adapter that `model` names.")
-    language: str = Field(default="", max_length=32, description="Of a long text: helps to find its sentences.")
+    language: str = Field(default="", max_length=32, description="Language of a long text, to find its sentences.")
     ref_audio: str | None = Field(
         default=None, max_length=MAX_RECORDING_CHARACTERS, description="Recording of the voice, in base64."
     )
-    ref_text: str | None = Field(default=None, max_length=MAX_CHARACTERS, description="What is said in `ref_audio`.")
+    ref_text: str | None = Field(default=None, max_length=MAX_CHARACTERS, description="Transcript of `ref_audio`.")
     reference: InlineReference | Annotated[list[InlineReference], Field(max_length=4)] | None = Field(
-        default=None, description="The same as one object; several for [SPEAKER0], [SPEAKER1] tags."
+        default=None, description="Recording with its transcript; several for [SPEAKER0], [SPEAKER1] tags."
     )
 
     sample_rate: SampleRate | None = Field(
-        default=None, description="Of the audio; by default the model's own, and 8000 for mulaw and alaw."
+        default=None, description="Samples a second; by default the model's rate, and 8000 for mulaw and alaw."
     )
     bit_rate: int | None = Field(
-        default=None, ge=8000, le=256_000, description="Of mp3, opus and aac: bits a second, as near as the format can."
+        default=None, ge=8000, le=256_000, description="Bits a second of mp3, opus and aac, as near as the format can."
     )
     timestamp_granularities: list[Literal["word"]] = Field(
         default=[], max_length=1, description='["word"]: times of the words in events and JSON, as a recogniser hears.'
@@ -207,7 +207,7 @@ class SpeechSettings(_Body):
         return self
 
     def output_rate(self, sample_rate: int) -> int:
-        """Return the sample rate of the audio, where the model has this one."""
+        """Return the sample rate of the audio, given that of the model."""
         return self.sample_rate or TELEPHONY_RATES.get(self.response_format, sample_rate)
 
     @property

@@ -187,7 +187,7 @@ async def encoded_audio(
         if data := encoder.finish():
             yield data
     finally:
-        job.cancel()  # the slot is free at once; the log waits for the disk, and for others that write to it
+        job.cancel()  # cancel first: the slot is freed with the next step, while writing the log may wait
         encoder.close()
         if given:
             reason = job.end.finish_reason if job.end is not None else "cancelled"

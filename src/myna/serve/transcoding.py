@@ -130,7 +130,7 @@ def _decode(data: bytes, sample_rate: int, max_seconds: float | None) -> Checked
             else:
                 checked = CheckedReference(read_audio(path, sample_rate=sample_rate, max_seconds=max_seconds))
                 check_not_silent(path, checked.samples)
-        except AudioError as error:  # without the path, which nobody outside knows
+        except AudioError as error:  # without the path, which means nothing to clients
             raise AudioError(error.what.replace(str(path), RECORDING_NAME), hint=error.hint) from None
         problems = tuple(problem.replace(str(path), RECORDING_NAME) for problem in checked.problems)
         return CheckedReference(np.ascontiguousarray(checked.samples), problems)

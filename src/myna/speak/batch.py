@@ -34,23 +34,24 @@ if TYPE_CHECKING:
     from myna.speak.engine import Engine
 
 MAX_CONTEXT_SECONDS = 20.0
-"""Longest speech of earlier segments in a prompt; what is longer is left out."""
+"""Maximum seconds of earlier segments in a prompt; segments beyond it are left out."""
 LEAD_SECONDS = 1.0
-"""Seconds of unheard speech from which on a listener leaves the codec to the others."""
+"""Seconds that a listener must still have to play for other requests to be decoded first."""
 SHORT_LEAD_SECONDS = 0.25
-"""Seconds of unheard speech of any listener, below which at most one request is let in a step."""
+"""Seconds left to play below which a listener is nearly out of speech: only one waiting request is then started in a
+step."""
 FRAME_SECONDS = 0.02
 """Upper bound in seconds for generating one frame. Half of the 40 ms playback time is left for the codec."""
 FEW_REQUESTS, HOLD_SECONDS = 4, 0.1
-"""Number of requests up to which one with more spare seconds is left out of steps while another has made no sound
-yet, or has a short lead: few slots are stepped faster than many. With more requests, those that wait would soon be
-too many."""
+"""Few requests, and seconds to spare. With at most FEW_REQUESTS requests, a request with more than HOLD_SECONDS to
+spare skips steps while another has little or no audio: few slots are stepped faster than many."""
 CROWD_REQUESTS, CROWD_HOLD_SECONDS = 128, (0.5, 1.5)
-"""Number of requests that are stepped at a time in a crowd, which gives nearly as much speech in less time; and
-spare seconds below which a request is stepped again, and above which it is left out."""
+"""Maximum number of requests stepped at a time if there are more than FEW_REQUESTS, which gives nearly as much speech
+in less time. A request skips steps once it has more than the second number of seconds to spare, until it has less than
+the first."""
 START_SECONDS = ((64, 150, 1.0), (16, 100, 0.2))
-"""Numbers of requests that are spoken, or spoken and listened to, from which on a request begins with so many seconds,
-because its second window might be late. A listener asks again: few of many may be spoken now, and many in a moment."""
+"""(requests running, listeners, seconds): with at least that many, hold back the first audio until this many seconds
+are ready, or its second window might be late. Listeners count because they soon ask for the next text."""
 
 SpokenSegment = tuple[str, Codes]
 """Text and codes of an earlier segment."""
@@ -77,7 +78,8 @@ class SpeechPlan:
     """Upper bound for the longest prompt and its frames."""
 
     def tight(self) -> SpeechPlan:
-        """Return the same plan, with only the positions that its frames may take if it has one segment."""
+        """Return the plan with only the positions that its frame budget needs. A plan of several segments stays as it
+        is."""
         if len(self.segments) > 1:
             return self
         return replace(self, max_positions=len(self.prompt) + self.max_frames[0] + SPARE_POSITIONS)
@@ -191,7 +193,7 @@ class RunningRequest:
         seconds, quoted = len(codes) / self._codec.frame_rate, f'"{shorten(text, 60, placeholder=" ...")}"'
         if reason == "length":
             self._was_cut = True
-            self.warnings.append(f"cut after {seconds:.1f} s, where it had found no end: {quoted}")
+            self.warnings.append(f"cut after {seconds:.1f} s without finding its end: {quoted}")
         elif not len(codes):
             self.warnings.append(f"ended at once, nothing was said: {quoted}")
         else:
@@ -362,7 +364,7 @@ class SpeechBatch:
                 has_ended = self.scheduler.advance()
             if has_ended:
                 self._follow()
-        # Where steps run behind the host, so does the codec: the next step is enqueued before its samples are awaited.
+        # If the host does not wait for steps, it does not wait for the codec either: the next step is enqueued first.
         is_behind = self._paced and self.scheduler.decoder.steps_ahead > 0
         if is_behind:
             self._fetch()
@@ -424,7 +426,7 @@ class SpeechBatch:
                 held, spare = running.held, running.spare_seconds(now)
                 if spare > (least if held else most):
                     ahead.append((not held, -spare, running))
-            # Those that were held stay so for a while: to hold another means to move slots.
+            # Held requests stay held for a while, because holding another one moves slots.
             ahead.sort(key=itemgetter(0, 1))
         for running in self._held:
             running.held = False
@@ -470,7 +472,7 @@ class SpeechBatch:
             return
         requests, pending = self._decoding
         self._decoding = None
-        with self._engine.threads():  # for the watermark too, which computes as little at a time as the model
+        with self._engine.threads():  # the watermark also computes too little at a time for several threads
             decoded = [
                 (running, running.at_tempo(samples))
                 for running, samples in zip(requests, pending(), strict=True)
@@ -508,7 +510,7 @@ class SpeechBatch:
             self._news.append(running)
 
     def _start_seconds(self, now: float) -> float:
-        """Return the seconds of speech that a request begins with at the least."""
+        """Return the minimum seconds of speech with which a request begins."""
         while self._played_until and self._played_until[0] <= now:
             heapq.heappop(self._played_until)
         spoken = len(self._running)

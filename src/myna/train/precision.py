@@ -91,7 +91,7 @@ def choose_precision(
     if setting == "bf16":
         how = "has bf16 instructions" if cpu_has_bf16() else "has no bf16 instructions and will be slow"
         return Precision("bf16", f"asked for, on {where}, which {how}")
-    return Precision("fp32", f"{where} is surest in fp32")
+    return Precision("fp32", f"fp32 is the safest choice on {where}")
 
 
 def _on_cuda(setting: PrecisionSetting, capability: tuple[int, int]) -> Precision:

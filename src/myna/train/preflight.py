@@ -216,7 +216,7 @@ def check_labels_present(context: CheckContext) -> None:
         if collated != _label_count(sample):
             raise TrainingError(
                 f"{sample.id} has {_label_count(sample)} labels, of which {collated} reach the batch",
-                hint="the family's `collate` loses them: python -m pytest tests/models",
+                hint="the family's `collate` loses them: report this with the output of myna verify MODEL",
             )
 
 
@@ -242,13 +242,13 @@ def check_no_leakage(context: CheckContext) -> None:
     if changes(lambda number, at: (at < cut) & (number == index)):
         raise TrainingError(
             f"what {id} says from position {cut} on changes the loss before it: the model sees its own future",
-            hint="attention is not causal: python -m pytest tests/models",
+            hint="attention is not causal: report this with the output of myna verify MODEL",
         )
     if changes(lambda number, at: (at == cut) & (number == index)):
         raise TrainingError(
             f"the frame at position {cut} of {id} changes its own loss: it is given to read what it is to predict, and "
             "would learn to copy",
-            hint="the labels are not shifted by one: python -m pytest tests/models",
+            hint="the labels are not shifted by one: report this with the output of myna verify MODEL",
         )
     if changes(lambda number, at: np.full(at.shape, number != index)):
         others = [sequence.id for number, sequence in enumerate(sequences) if number != index]
@@ -260,7 +260,7 @@ def check_no_leakage(context: CheckContext) -> None:
     if not changes(lambda number, at: (at > cut) & (number == index)) and cut < positions[-1]:
         raise TrainingError(
             f"what {id} says up to position {cut} makes no difference to what follows: codes do not reach the model",
-            hint="the family's `collate` loses them: python -m pytest tests/models",
+            hint="the family's `collate` loses them: report this with the output of myna verify MODEL",
         )
 
 
@@ -398,8 +398,8 @@ def check_not_solved(loss: InitialLoss, context: CheckContext) -> None:
     if loss.accuracy > MAX_INITIAL_ACCURACY:
         raise TrainingError(
             f"before the first step {loss.accuracy:.1%} of the targets are right, at a loss of {loss.mean(1):.4f} "
-            f"where chance is {loss.mean_chance:.2f}: the labels are what the model is given to read, a copy task, or "
-            "it has learned these very clips before",
+            f"where chance is {loss.mean_chance:.2f}: either the labels are visible in the input, or the model was "
+            "already trained on these clips",
             hint=context.render_hint(context.targets[0].id) + " --frames",
         )
 
@@ -439,8 +439,8 @@ def check_label_alignment(loss: InitialLoss, context: CheckContext) -> None:
     raise TrainingError(
         f"the labels are misplaced: {context.recipe.model.source} predicts them best at offset {lowest:+d} instead of "
         f"+1\n{table}",
-        hint="the family's `collate` or `render` is wrong: python -m pytest tests/models; if the model was never "
-        "trained to speak, --set model.check_pretrained=false",
+        hint="if the model was never trained to speak, --set model.check_pretrained=false; otherwise the family's "
+        "`collate` or `render` is wrong: report this with the output of myna verify MODEL",
     )
 
 

@@ -95,7 +95,7 @@ class Phi4Renderer(PromptRenderer):
                     raise DataError(
                         f"{conversation.id} is to be spoken, and this model answers in words: its manifest line has no "
                         "answer",
-                        hint="give its line an `answer`, or import scores: myna import --help",
+                        hint="write `question` and `answer` into its `extras`, or train a model that speaks",
                     )
                 yield PromptSegment("audio", f"{part.id}: {len(part.codes) / self.frame_rate:.2f} s", False, part)
             yield PromptSegment("special", END, supervised)
