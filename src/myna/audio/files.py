@@ -48,7 +48,7 @@ M4A_SUFFIX = ".m4a"
 BLOCK_SAMPLES = 1 << 20
 """Samples of all channels decoded at once."""
 UNKNOWN_LENGTH_FRAMES = 1 << 62
-"""Frame count, or more, that libsndfile gives if the header has no length."""
+"""Minimum frame count by which libsndfile says that the header has no length."""
 SAMPLE_RATES = range(500, 1_000_000)
 """Rates of real recordings. With another rate the header is damaged: a few bytes of samples would become hours."""
 MAX_MISSING_SECONDS = 0.1

@@ -64,7 +64,7 @@ class CgroupMemory(NamedTuple):
 
     limit: int
     used: int
-    """Memory in use without cached files, which make room when asked."""
+    """Memory in use, without cached files, which the system drops when memory is needed."""
 
 
 def memory_limit(root: Path = Path("/")) -> int:

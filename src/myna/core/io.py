@@ -199,7 +199,7 @@ def lock_folder(folder: Path, activity: str) -> Iterator[None]:
 
 def acquire_lock(file: Path, held: Callable[[], Exception] | None = None) -> AbstractContextManager[object]:
     """Take a lock file until the context ends; the operating system releases it with the process, however that ends.
-    A lock held by another process is waited for, or with `held` refused with that error."""
+    If another process holds the lock, wait for it, or raise the error that `held` makes."""
     from filelock import FileLock, Timeout
 
     try:
@@ -210,7 +210,7 @@ def acquire_lock(file: Path, held: Callable[[], Exception] | None = None) -> Abs
 
 
 class _LockHeldError(Exception):
-    """The temporary folder of a living process."""
+    """Error: the temporary folder belongs to a process that is still running."""
 
 
 def remove_temporary_files(folder: Path) -> None:

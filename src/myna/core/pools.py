@@ -21,9 +21,11 @@ from myna.core.errors import ConfigError, DataError, MynaError, import_optional
 MAX_ATTEMPTS = 3
 """Attempts at an item whose process dies each time."""
 RETRY_FOREVER = -1
-"""Restarts of an actor, and repeats of its call. A call to an actor that waits for a place uses up any other number."""
+"""Restarts of an actor, and repeats of its call. Unlimited: a finite number would be used up while a call waits for a
+free node."""
 MAX_STARTS = 5
-"""Starts of a call on a cluster. One that lost its node is begun again; one that ends its process is given up."""
+"""Maximum number of starts of a call on a cluster: enough for calls that lose their node. A call that ends its process
+each time is then given up."""
 WAIT_SECONDS = 5.0
 """Seconds between looks at the nodes of the cluster."""
 W = TypeVar("W")

@@ -219,7 +219,8 @@ class Run(RunFolder):
         config = self.folder / "config.yaml"
         with _training_errors(self.folder):
             if self.result.is_dir():
-                # First, since a kill may come before the next line: the old result is then published again.
+                # Touch this file first. If the process is killed before config.yaml is saved, the old result is
+                # published again.
                 (self.folder / CONTINUED_FILE).touch()
             overrides = [f"{key}={json.dumps(value)}" for key, value in _length(self.recipe).items()]
             save_text(config, dump_recipe(load_recipe(config, overrides)))

@@ -17,7 +17,8 @@ WORD_DELAY_MS = 100
 MAX_CHUNK_MS = 28_000
 """Maximum speech that is recognised at once: a window of Whisper has 30 s."""
 SENTENCE_BREAK_COST = 3.0
-"""Cost of a cut within a sentence minus the seconds of its pause, in the unit of seconds of wrong clip length."""
+"""Cost of a cut inside a sentence, from which the seconds of its pause are subtracted. Cost 1 equals one second of
+deviation from the wanted clip length."""
 CLIP_COST = 0.1
 """Cost of each clip, so that sentences are joined if nothing speaks against it."""
 TOO_SHORT_COST = 5.0

@@ -25,7 +25,8 @@ NO_ASR = "none"
 FIRST_PASS_FORMAT = 6
 """Version of the first pass. Raise it if equal models give other rows: parts are then listened to again."""
 EMBEDDED_STEP_SECONDS = 0.5
-"""Step in seconds of embedded lengths: each new length costs the convolutions a new plan."""
+"""Step in seconds to which clip lengths are rounded, because cuDNN and oneDNN plan a convolution anew for each
+length."""
 MAX_EMBEDDED_SECONDS = 8.0
 """Maximum seconds of a clip that are embedded, from its middle."""
 FILES = {

@@ -47,7 +47,7 @@ class CutSettings(Settings):
     min_gap: Positive = 0.15
     """Seconds of silence that a cut needs; it lies in the middle of them."""
     edge_silence: Positive = 0.1
-    """Seconds of silence kept at either end, if there are as many."""
+    """Seconds of silence kept at either end, or less if the silence is shorter."""
     seconds: tuple[Positive, Positive] = (3.0, 12.0)
     """Lengths that sentences are joined to."""
     hard_seconds: tuple[Positive, Positive] = (1.0, 20.0)
@@ -66,7 +66,7 @@ class SpeakerSettings(Settings):
     enrolment: tuple[str, ...] = ()
     """Recordings of the speakers to keep, each as FILE or NAME=FILE; all others are dropped."""
     enrolment_threshold: Cosine = 0.45
-    """Cosine with an enrolment from which a speaker is the enrolled one."""
+    """Minimum cosine with an enrolment for a speaker to be the enrolled one."""
     min_share: Share = 0.02
     """Minimum share of speech that a speaker needs in one of the recordings, or 20 s of it; clips of others are `other
     speaker`."""
@@ -95,8 +95,8 @@ class KeepSettings(Settings):
     min_dnsmos_ovrl: float = 3.0
     """Predicted quality, from 1 to 5, of a clip whose background is not clean by `clean_dnsmos_bak`."""
     min_clean_dnsmos_ovrl: float = 2.5
-    """Predicted quality, from 1 to 5, of a clip whose background is clean: readers at home have 2.5 to 3.0 then, and
-    music and noise never."""
+    """Predicted quality, from 1 to 5, of a clip whose background is clean. Clean home recordings score 2.5 to 3.0;
+    clips with music or noise score lower."""
     min_speaker_similarity: Cosine = 0.25
     """Cosine of the clip, and of its first and last 1.5 s, with its speaker."""
     languages: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ class KeepSettings(Settings):
     characters_per_second: tuple[float, float] = (4.0, 25.0)
     """Slowest and fastest speech; a Chinese or Japanese character counts as 2.6."""
     pace_iqr: Positive | None = 3.0
-    """Interquartile ranges beyond the quartiles of its speaker from which a pace is implausible."""
+    """Distance from the quartiles of the speaker's paces, in interquartile ranges, from which a pace is implausible."""
     duplicates: bool = False
     """Keep clips that repeat another one."""
 

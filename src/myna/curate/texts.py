@@ -22,7 +22,7 @@ MIN_MATCHED_SHARE = 0.5
 """Minimum share of a clip's recognised words that its script must match; otherwise the recognised text stays."""
 
 MAX_SKIPPED_WORDS = 5
-"""Maximum difference between the distances of two words in a text and in its script."""
+"""Maximum number of words that may be missing between two neighbouring matches, in the text or in the script."""
 
 
 def read_script(path: Path) -> str:

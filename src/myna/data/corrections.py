@@ -34,7 +34,7 @@ from myna.text.spoken_forms import normalise_spoken_text
 CORRECTIONS_FILE = "corrections.jsonl"
 LOCK_FILE = ".corrections.lock"
 AUTOMATIC_SPEAKER = re.compile(r"speaker-\d+")
-"""Names that curation gives to speakers, by their seconds of speech: another decision gives them to others."""
+"""Speaker names assigned by rank (`speaker-1` speaks most). They may change after a new decision."""
 MAX_SPEAKER_CLIPS = 20
 """Maximum number of clips by which a speaker is found again, the longest ones."""
 NEEDED_COLUMNS = [name for name in SCHEMA.names if name not in ("embedding", "fingerprint")]

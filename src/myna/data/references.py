@@ -107,7 +107,7 @@ class ReferenceSampler:
             drawn[pending[is_valid]] = clips[is_valid]
             pending = pending[~is_valid]
         for number in pending.tolist():
-            # Nearly all clips of the speaker are the target's own audio, or all of them.
+            # Random draws failed: list the speaker's clips with other audio than the target, and draw from these.
             speaker = int(table.speaker.indices[targets[number]])
             clips = pool.indices[pool.start[speaker] : pool.start[speaker] + pool.clip_count[speaker]]
             clips = clips[~_share_audio(table, targets[[number]], clips)]

@@ -107,7 +107,7 @@ def subset_members(split: DatasetSplit, subset: Subset, utterances: Sequence[Utt
     """
     ids = set(split.ids(subset))
     lost = set(lost_references(split, utterances)) if subset == TRAIN else set()
-    # Without the references that it names, the sampler draws one for an utterance, except for a dialogue.
+    # These targets lose their named references. The sampler draws another one, except for dialogues.
     members = [_without_references(one) if one.id in lost else one for one in utterances if one.id in ids]
     by_id = {one.id: one for one in members}
     borrowed = {id for one in members for id in one.references or ()} - ids

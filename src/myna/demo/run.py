@@ -70,7 +70,7 @@ THREADS = 1
 operators are so small that threads would spend their time waiting for one another."""
 SCORING_WORKERS = min(2, os.cpu_count() or 1)
 MAX_BAD_SHARE = 0.2
-"""Share of recordings that may be unusable: a first try is no corpus."""
+"""Share of recordings that may be unusable. Recordings for a first try often have faults."""
 IMPORTED_FILES = {"manifest.jsonl", "rejected.jsonl", "media"}
 SCORES_FOLDER = "evaluation"
 BEFORE, AFTER = "before", "after"

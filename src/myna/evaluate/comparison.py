@@ -32,9 +32,9 @@ COMPARED_METRICS = (
 )
 """Metrics of a comparison that are seen at once; the others are a click away."""
 TARGET_RMS, MAX_PEAK = 0.06, 0.97
-"""Level of speech in the listening test, and the highest peak, which may keep the level below that."""
+"""Speech level in the listening test, and the maximum peak, which may force a lower level."""
 FRAME_SAMPLES, PAUSE_SHARE = 480, 0.03
-"""Frames whose level is below this share of the loudest are pauses and do not count."""
+"""Share of the loudest frame's level below which a frame is a pause and does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)

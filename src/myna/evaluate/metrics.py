@@ -13,18 +13,18 @@ SYSTEM_TITLES = {REAL: "real recording", ROUND_TRIP: "real, through the codec", 
 MIN_SHARE = 0.05
 """Minimum share of the items for a diagnosis."""
 MOST = 0.5
-"""Share from which a defect is the rule and not the exception."""
+"""Share of the items from which a defect counts as general."""
 MAX_NOISE_VOICED, MIN_REAL_VOICED = 0.25, 0.3
-"""Voiced share below which an item is noise, and voiced share that the real recordings need for this to hold."""
+"""Voiced share below which an item counts as noise, and minimum voiced share of the real recordings for this rule."""
 MAX_EXTRA_WER = 0.5
-"""Word error rate above that of the real recordings from which speech cannot be understood."""
+"""Word error rate, beyond that of the real recordings, from which speech counts as not understandable."""
 CODEC_TOLERANCE = {"wer": 0.1, "similarity": -0.25, "distillmos": -1.0}
 """Differences from the recording that a codec round trip may have."""
 LONG_SILENCE_SECONDS = 1.0
 NOT_APPLICABLE = "nothing to measure"
-"""Shown for a metric that applies to no item of a system: recordings do not find their end."""
+"""Text for a metric that cannot be computed for a system, for example `stop_rate` for real recordings."""
 MetricEstimates = dict[str, Estimate]
-"""MetricEstimates by the key of the metric."""
+"""Estimates by the key of the metric."""
 
 
 def system_title(system: str) -> str:

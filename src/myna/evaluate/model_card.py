@@ -74,8 +74,8 @@ def write_model_card(run: RunFolder, consents: Mapping[str, str], folder: Path |
 
 
 def write_run_card(run: RunFolder, folder: Path | None = None) -> None:
-    """Write the card of a finished run with the consents of the user's stored voices. An error is only logged: a card
-    is not worth the weights."""
+    """Write the card of a finished run with the consents of the user's stored voices. An error is only logged, so that
+    a card never costs the weights."""
     from myna.provenance.voice_store import VoiceStore
 
     try:

@@ -25,12 +25,12 @@ RULE = (
     "best, confirm its gain."
 )
 MIN_CONFIRMING_ITEMS = 12
-"""Minimum number of items to confirm a gain: the bootstrap interval of fewer is too narrow, and more than 5 % of the
-gains that it would confirm without an effect are chance."""
+"""Minimum number of items to confirm a gain. With fewer items the bootstrap interval is too narrow: it would confirm a
+gain by chance in more than 5 % of runs."""
 MIN_AUDIBLE_DIFFERENCE = 0.005
 """Smallest difference of scores that can be heard."""
 MAX_MOS_DROP = 0.5
-"""Maximum DistillMOS of the base model above that of a checkpoint, if no `min_mos` is set."""
+"""Maximum drop of DistillMOS below that of the base model, if no `min_mos` is set."""
 SHOWN_METRICS = tuple(METRICS_BY_KEY[key] for key in ("wer", "similarity", "distillmos", "stop_rate"))
 """Metrics in the table of steps."""
 REPORTED_METRICS = (

@@ -49,7 +49,7 @@ MIN_TRANSCRIBED_SECONDS = 0.1
 PROMPT_MAX_CER = 0.5
 """Character error rate against the reference's text below which the transcript may be that text."""
 REPEATED_WORDS = 3
-"""Number of consecutive words that are a repetition if they come again, and not in the text."""
+"""Number of consecutive words that count as a repetition if they are spoken again, and the text has them once."""
 
 
 @dataclass(slots=True)
@@ -346,7 +346,7 @@ def _score_speaker(row: ItemScores, item: EvalItem, embedding: SpeakerEmbedding,
 
 
 def has_repetition(reference: Sequence[str], transcript: Sequence[str]) -> bool:
-    """Whether words come again that the text has once. A single word may be transcribed twice by mistake."""
+    """Whether words are spoken again that the text has only once. A single word may be transcribed twice by mistake."""
     size = min(REPEATED_WORDS, max(1, len(reference)))
 
     def ngrams(tokens: Sequence[str]) -> Counter[tuple[str, ...]]:

@@ -375,9 +375,9 @@ the characters, learners 22.0 against 21.8), in a third of the time."""
 MIN_WINDOW_FRAMES = 4
 """Frames of 10 ms below which a window is skipped: it holds no word, and text for it could not be aligned."""
 TOKENS_PER_SECOND, SPARE_TOKENS = 30, 20
-"""Tokens a second, and in addition, after which a decoder has failed; a batch waits for its slowest clip. Both networks
-write at most half of the requested length (CTranslate2 leaves the rest to the prompt), so 15 a second. Text of that
-length always fits into an alignment."""
+"""Token limit of a clip: TOKENS_PER_SECOND x seconds + SPARE_TOKENS. A longer text is a decoding failure, and a batch
+waits for its slowest clip. Both networks write at most half of the requested length (CTranslate2 leaves the rest to the
+prompt), so 15 a second. Text of that length always fits into an alignment."""
 PREPENDED, APPENDED = "\"'“¿([{-", "\"'.。,，!！?？:：”)]}、"
 """Punctuation that belongs to the word after it, and to the one before it."""
 

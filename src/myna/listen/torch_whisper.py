@@ -358,7 +358,7 @@ class BeamSearch:
         self._suppressed[suppressed] = -torch.inf
         self._limit.fill_(max_tokens)
         self._latest.fill_(-1)
-        self._is_time.fill_(True)  # so that the first time counts as the second of a pair, and text follows it
+        self._is_time.fill_(True)  # the first time counts as the end of a pair: text comes next
         self._written.fill_(self._special.end)
         self._score.fill_(-torch.inf)[:, 0] = 0
         self._ended_score.fill_(-torch.inf)

@@ -79,7 +79,7 @@ class PromptSegment(NamedTuple):
     supervised: bool = False
     clip: AudioClip | None = None
     cached: bool = False
-    """Whether many conversations share the text: headers, and system prompts with their few scenes."""
+    """Whether to cache the tokens, because the same text occurs in many conversations."""
 
 
 @dataclass(frozen=True, eq=False)

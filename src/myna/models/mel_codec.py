@@ -220,7 +220,7 @@ class MelDecoder(nn.Module):
     def forward(self, latent: torch.Tensor) -> torch.Tensor:
         x = self.spread(self.coarse(self.enter(latent)))
         x = self.norm(self.fine(x.reshape(len(x), x.shape[1] * self.subframes, -1)))
-        # Half precision does not resolve phases of many turns.
+        # Phases can be many multiples of 2 pi; half precision is too coarse for them.
         with torch.autocast(x.device.type, enabled=False):
             logs, phases = self.spectrum(x.float()).chunk(2, -1)
             spectra = torch.polar(logs.clamp(max=MAX_LOG_MAGNITUDE).exp(), phases)

@@ -101,8 +101,8 @@ class QuantizedLinear(nn.Linear):
         return F.linear(x, self.dequantize())
 
     def matmul_backward(self, dy: torch.Tensor) -> torch.Tensor:
-        """Return dy W, without autograd. A compiler would see that both passes unpack the same weight, and keep it for
-        every layer from the forward to the backward pass. The empty sum, a zero, makes the weight depend on dy."""
+        """Return dy W, without autograd. Adding an empty sum (0) makes the unpacked weight depend on dy, so a compiler
+        cannot reuse and keep the forward's copy."""
         return dy @ self._unpack(self.scale + dy[..., :0].sum())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ FIRST_BLOCKS = (5, 21, 53, 117)
 WHOLE_BLOCK, MAX_BLOCK = 230, 128
 """Frame at which the first block with look-ahead ends, and frames of each block after it."""
 EARLY_HOPS = 2
-"""Hops after its last frame up to which a block without look-ahead gives samples out."""
+"""Number of hops beyond its last frame that an early block still returns."""
 STACKED_BLOCKS = {"cuda": 64}
 """Maximum number of blocks computed in one call by type of device; one on the others."""
 MARK_THRESHOLD = 0.5

@@ -309,7 +309,8 @@ class Engine:
         if len(texts) == 1:
             needed, positions = len(prompt) + least[0] + SPARE_POSITIONS, len(prompt) + cap + SPARE_POSITIONS
         else:
-            # Prompts are not known before the codes in them are. Each has the references, its text, and up to two more.
+            # Later prompts contain codes not yet generated. Reserve room for the references, the text and up to two
+            # earlier segments.
             lengths = [len(self.render(request, (), segment)) for segment in texts]
             before = len(prompt) - lengths[0]
             context = 2 * max(lengths) + int(MAX_CONTEXT_SECONDS * frame_rate) + 3 * SPARE_POSITIONS
@@ -343,7 +344,7 @@ class Engine:
         batch: SpeechBatch | None = None
         try:
             while True:
-                # Some wait in the scheduler, so that a slot that is free is filled at once.
+                # Some requests wait in the scheduler, so that a free slot is filled at once.
                 waiting.extend(itertools.islice(source, max(0, 2 * slots - len(spoken) - len(waiting))))
                 if not spoken:
                     if not waiting:
@@ -351,7 +352,7 @@ class Engine:
                     batch = None  # freed where a new one is made
                     batch = self.batch_of(slots, max(plan.max_positions for _, plan in waiting))
                 assert batch is not None
-                # One that does not fit the batch waits until all before it have ended: then the batch is made anew.
+                # A plan that does not fit the batch waits until all before it have ended. Then a new batch is made.
                 while waiting and len(spoken) < 2 * slots and waiting[0][1].max_positions <= batch.positions:
                     number, plan = waiting.popleft()
                     spoken[batch.submit(plan, streamed=False)] = number

@@ -56,7 +56,7 @@ class SpeechLine:
     line: int
     """Number of its line, or its place in a JSON list, from 1."""
     name: str = ""
-    """File name without a suffix, unlike that of any other line."""
+    """File name without a suffix, unique among the lines."""
 
 
 def read_lines(file: Path, media: Path, defaults: SpeechRequest, asr: str | None = None) -> list[SpeechLine]:
@@ -160,7 +160,7 @@ def _listed(value: Any, name: str) -> list[str]:
 def _from_chatml(
     record: SourceRecord, context: records.ImportContext, defaults: SpeechRequest, asr: str | None
 ) -> SpeechLine:
-    """Make a line of the open words of the user; or of the last clip, if the sample holds its answer."""
+    """Make a line of the user's text that has no answer yet, or else of the text of the assistant's last clip."""
     sample = conversations.parse_conversation(record, context)
     clips = [(clip, text) for clip, text, _ in conversations.transcribed_clips(sample)]
     text = conversations.open_text(sample)
@@ -299,7 +299,7 @@ class LineSpeaker:
             samples = read_reference(recording.file, speech.sample_rate, recording.span)
             write_audio(self.out / file, np.clip(samples, -1.0, 1.0), speech.sample_rate)
         for other in ranking[1:] if self.keep_takes else ():
-            take = other["take"]  # those that are not given out are ranked, and neither marked nor logged
+            take = other["take"]  # takes that are not saved are neither marked nor logged
             marked = self.mark(speeches[take - 1], request.take(take - 1))
             other["file"] = self._save(marked, f"{line.name}+take-{take}{self.suffix}")
         row = {
@@ -317,9 +317,9 @@ class LineSpeaker:
         return row | ({"takes": ranking} if self.ranker is not None else {})
 
     def _save(self, speech: Speech, name: str) -> str:
-        """Save a speech, and return the name of its file; empty if nothing was said."""
+        """Save a speech, and return the name of its file; empty if there are no samples."""
         if not len(speech.samples):
-            (self.out / name).unlink(missing_ok=True)  # of another text
+            (self.out / name).unlink(missing_ok=True)  # file of an earlier text
             return ""
         return speech.save(self.out / name, force=True).name
 
@@ -330,7 +330,7 @@ def _plan(engine: Engine, line: SpeechLine, encoded: Callable[[ReferenceRecordin
         plan = engine.plan(replace(line.request, references=references))
     except MynaError as error:
         raise SpeakError(f"line {line.line}, {line.id}: {error.what}", hint=error.hint) from error
-    return plan.tight()  # many together: none has more room than its budget allows it to use
+    return plan.tight()  # reserve only the budgeted positions, so that more lines fit
 
 
 def _read_rows(file: Path) -> dict[str, dict[str, Any]]:

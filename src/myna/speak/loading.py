@@ -120,7 +120,7 @@ def load_adapted(
 
     adapter = ref.require_adapter()
     trained_in = DTYPES.get(ref.metadata.inputs.get("precision", ""))
-    # A hash of rounded weights can only be compared with weights that are not rounded otherwise.
+    # Compare hashes only if the weights have the same type as in training, or fp32.
     as_trained = dtype in (None, trained_in, torch.float32) or trained_in is None
     if text_head is None:
         known = ref.metadata.text_head

@@ -165,7 +165,7 @@ class BatchScheduler:
         while self._waiting and len(self._rows) < self.decoder.rows:
             generation = self._waiting.popleft()
             row, prompt, voice = len(self._rows), generation.prompt, (generation.slot, generation.strength)
-            # In front of those that are held, which it need not change places with then.
+            # Insert the new row before held rows, so that it need not be moved later.
             held = next((i for i, other in enumerate(self._rows) if other.held), row)
             if held < row:
                 moved = self._rows[held]

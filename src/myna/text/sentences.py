@@ -22,7 +22,7 @@ SHORT_SEGMENT_SECONDS = 2.0
 PACE_RANGE = (0.5, 2.5)
 """Plausible paces of voices; another pace comes from a reference with a wrong transcript."""
 BUDGET_FACTOR, BUDGET_SECONDS = 3.0, 2.0
-"""Factor of the estimate that a text may take, and additional seconds."""
+"""Factor on the estimated length of a text, and seconds added to it: speech that takes longer has run away."""
 
 LETTER_SECONDS = 0.078
 """Seconds per letter of an alphabet, pauses included: 770 letters a minute, about 150 words of English."""

@@ -135,7 +135,7 @@ class CheckpointManager:
                 hint=f"rm -r {folder} and resume from the one before it",
             ) from error
         if self.trainer.accelerator.is_main_process:
-            # A kill may have come between the best checkpoint and this copy of it.
+            # The process may have been killed between saving the best checkpoint and copying it.
             self._update_best(progress)
         return progress
 
@@ -301,7 +301,7 @@ class CheckpointManager:
         since = self.trainer.divergence.since or 0
         for step in run_folder.checkpoint_steps(self.run)[: -self.trainer.recipe.train.keep_checkpoints]:
             if step != best and step >= since:
-                # Renamed first, so that a kill leaves no folder that looks complete.
+                # Rename first, so that a killed process leaves no folder that looks complete.
                 folder = run_folder.checkpoint_folder(self.run, step)
                 shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old")))
 

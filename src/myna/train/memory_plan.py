@@ -67,7 +67,7 @@ def largest_batch(loader: Loader[RenderedSequence, Batch], recipe: Recipe, shard
         packed = first_fit_decreasing(list(map(len, sequences)), recipe.data.row_tokens)
         rows = [[sequences[index] for index in row] for row in packed]
     rows.sort(key=lambda row: -sum(map(len, row)))
-    # Rows are repeated without end: few rows come again in the same micro-batch.
+    # Rows repeat endlessly: if there are few of them, a micro-batch holds some of them twice.
     fullest = islice(cycle(rows), recipe.train.micro_batch_size)
     return LargestBatch(tuple(sequence for row in fullest for sequence in row), max(map(len, sequences)))
 
@@ -291,8 +291,7 @@ def lighter_plans(
     recomputing = [saving for saving in (*every, full) if saving.recomputed > plan.recomputed]
     pinned: dict[str, Any] = {}
     if plan.automatic and plan.recomputed:
-        # The plan has filled the device, and was too low. With fewer tokens it would recompute less and be so once
-        # more: before anything else changes, recomputation is fixed by a setting.
+        # The plan underestimated a full device. A new automatic plan would fill it again, so fix recomputation first.
         for saving in recomputing:
             yield saving.changes, saving.apply(plan)
         pinned, recomputing, plan = full.changes, [], full.apply(plan)
@@ -304,7 +303,7 @@ def lighter_plans(
         half = full.apply(half) if pinned else half
         starts.append((pinned | {"train.precision": half.precision}, half))
         yield starts[-1]
-    # No single change is enough: the most of each kind, one kind after another.
+    # No single change is enough: combine the strongest change of each kind, one kind after another.
     for changes, lighter in starts:
         for kind in (fewer_rows, shorter_rows, recomputing):
             if kind:

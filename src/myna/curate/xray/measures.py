@@ -191,8 +191,8 @@ EXAMPLES = 3
 MIN_PART_SHARE = 0.1
 """Minimum share of a speaker's clips that a second voice must have."""
 SAME_VOICE_RATIO, DIFFERENT_VOICE_RATIO = 0.8, 0.65
-"""Mean cosine of clips of two sets as a share of that within each: from the first on they may be one person, below the
-second two."""
+"""Ratio of the mean cosine between two sets of clips to that within them: at least 0.8, perhaps one person; below 0.65,
+two."""
 MAX_ITERATIONS = 20
 MIN_CLIPS = 6
 """Minimum clips of a speaker for a search for a second voice."""

@@ -31,7 +31,7 @@ MAX_CHARACTERS_PER_SECOND = 50
 """Maximum characters per second of speech. Fast speech has 25 to 35: seven syllables a second, of three letters and a
 space in Vietnamese, of two letters and two vowel signs in Arabic, of one character in Chinese."""
 PACE_GRACE_SECONDS = 1.0
-"""Seconds added to a clip before its pace is checked, for tags and for clips cut close."""
+"""Seconds added to a clip before its pace is checked, for tags and for clips that were cut tightly."""
 
 TextCheck = Callable[[Mapping[str, str]], object]
 """Function that raises a `DataError` for a text, given by its id, that a model cannot take."""
