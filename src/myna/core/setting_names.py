@@ -1,7 +1,7 @@
 """Names of settings that are not quite right: the nearest ones, and what other trainers call them."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 FOREIGN_NAMES = {
     "model.source": ("model_name_or_path", "model_name", "model_id", "pretrained_model_name_or_path"),
@@ -41,7 +41,7 @@ FOREIGN_NAMES = {
 """Names of settings in Hugging Face's trainers, ms-swift and unsloth, for answers with the name here."""
 
 
-def own_setting(foreign: str, known: Sequence[str]) -> str | None:
+def own_setting(foreign: str, known: Collection[str]) -> str | None:
     """Return what to type instead of another trainer's setting or option; None for a name that is not known."""
     name = foreign.lstrip("-").replace("-", "_")
     meant = (key for key in known if name in (_leaf(key), *FOREIGN_NAMES.get(key, ())))
@@ -49,7 +49,7 @@ def own_setting(foreign: str, known: Sequence[str]) -> str | None:
     return f"--set {key}={name if name in ('fp16', 'bf16') else '...'}" if key else None
 
 
-def nearest_settings(key: str, known: Sequence[str], groups: Sequence[str]) -> str:
+def nearest_settings(key: str, known: Collection[str], groups: Sequence[str]) -> str:
     """Return a hint for a key that is not among the `known` ones: what it may mean, or what there is."""
     group, _, leaf = key.rpartition(".")
     if leaf not in map(_leaf, known) and (ours := own_setting(leaf, known)):

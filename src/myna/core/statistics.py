@@ -37,13 +37,13 @@ class Estimate:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether a difference is certain, which those of a handful of items never are."""
+        """Whether the interval of a difference excludes zero; False with fewer than `MIN_ITEMS` items."""
         if self.low is None or self.high is None or self.n < MIN_ITEMS:
             return False
         return self.low > 0 or self.high < 0
 
     def widened(self, low: float, high: float) -> Self:
-        """Return the estimate with an interval that holds another one as well."""
+        """Return the estimate with its interval widened to contain another one."""
         if self.low is None or self.high is None:
             return self
         return replace(self, low=min(self.low, low), high=max(self.high, high))
@@ -52,8 +52,8 @@ class Estimate:
 def estimate(parts: Sequence[RatioPart], *, groups: Sequence[str] = (), is_outcome: bool = False) -> Estimate:
     """Return the ratio over all items together, so that all words have equal weight, with a bootstrap interval.
 
-    `groups` names the speaker of each item: where there are several, the interval also holds what other speakers would
-    give. `is_outcome` says that every item is 0 or 1, whose share has an exact interval.
+    `groups` names the speaker of each item: if there are several, the interval also contains the one of resampled
+    speakers. `is_outcome` says that every item is 0 or 1, whose share has an exact interval.
     """
     found = _estimate(np.array(parts, np.float64).reshape(-1, 2)[:, None], groups)
     if not is_outcome:

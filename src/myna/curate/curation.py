@@ -210,7 +210,7 @@ def _listen(
 
 
 def _check_none_is_lost(out: Path, hashes: set[str]) -> None:
-    """Refuse sources without a recording that the folder holds: its clips would leave the dataset without a word."""
+    """Refuse sources without a recording that the folder holds: its clips would leave the dataset without a message."""
     earlier = CurationIndex.load(out).recordings if (out / INDEX_FILE).is_file() else []
     if lost := [one.name for one in earlier if one.file_hash not in hashes]:
         listed = ", ".join(lost[:MAX_NAMED_FILES]) + (", ..." if len(lost) > MAX_NAMED_FILES else "")

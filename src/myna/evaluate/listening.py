@@ -184,7 +184,7 @@ class PreferenceCount:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Interval of that share, which other items, other listeners and other answers would be in."""
+        """Interval of that share, which allows for other items, other listeners and other answers."""
         low, high = share_interval(self.wins[0], self.decided)
         if not self.decided:
             return low, high

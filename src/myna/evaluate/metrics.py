@@ -52,7 +52,7 @@ class Metric:
 
     @property
     def is_outcome(self) -> bool:
-        """Whether every item has it or not."""
+        """Whether an item either has it or not, so that the mean is a share of the items."""
         return self.is_share and not self.total and self.better != "near real"
 
     def ratio(self, row: ItemScores) -> RatioPart | None:

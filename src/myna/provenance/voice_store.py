@@ -193,8 +193,8 @@ class VoiceStore:
         return _without_damaged(self._read_all("voices", VOICE_FILE, StoredVoice))
 
     def get_voice(self, id_or_name: str) -> StoredVoice:
-        """Return a voice by its id or its name, in upper or lower case. A name that is not found while a record is
-        damaged may be the name of that one, and is an error of its own."""
+        """Return a voice by its id or its name, in upper or lower case. If the name is not found and a record is
+        damaged, raise another error: the name may be in that record."""
         records = self._read_all("voices", VOICE_FILE, StoredVoice)
         return _find(records, id_or_name, "voice", "myna voice list shows them; myna voice add makes one")
 
@@ -255,7 +255,7 @@ def _without_damaged(records: list[Record | DamagedRecordError]) -> list[Record]
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of the store, under a name that is not listed, so that no half of it is ever read."""
+    """Remove a folder of the store. It is renamed first, so that a half-removed folder is never read."""
     shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.removed")))
 
 

@@ -42,7 +42,7 @@ class ApiError(Exception):
     @staticmethod
     def of(error: MynaError, status: int = 400, *, param: str | None = None) -> ApiError:
         if isinstance(error, DamagedRecordError):
-            log.error("%s", error)  # which names the file, as the answer must not
+            log.error("%s", error)  # the message names the file, which the answer must not
             return ApiError(500, "a stored voice or consent is damaged; the log of this server names it")
         return ApiError(
             404 if isinstance(error, NotStoredError) else status, f"{error.what} ({error.hint})", param=param
@@ -109,7 +109,7 @@ MAX_TAKES = 8
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text has no halves of characters, which JSON can spell and no text holds."""
+    """Whether a text has no unpaired surrogates, which JSON allows but UTF-8 cannot encode."""
     try:
         return text.isascii() or bool(text.encode())  # a recording in base64 need not be looked through
     except UnicodeEncodeError:

@@ -64,7 +64,7 @@ class UploadDecoder:
         if len(data) > MAX_UPLOAD_BYTES:
             raise ApiError(413, f"a recording has at most {MAX_UPLOAD_BYTES // 2**20} MiB", param=param)
         key = (hashlib.blake2b(data, digest_size=16).digest(), sample_rate, max_seconds)
-        if key not in self._decoded:  # what is known does not wait for the decoder
+        if key not in self._decoded:  # a recording that is known does not wait for the decoder
             async with self._turn:
                 if key not in self._decoded:
                     self._decoded[key] = await self._run(data, sample_rate, max_seconds, param)

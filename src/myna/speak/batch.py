@@ -69,7 +69,8 @@ class SpeechPlan:
     segments: tuple[str, ...]
     max_frames: tuple[int, ...]
     least_frames: tuple[int, ...]
-    """Frames that each segment must have room for. Earlier segments are left out of its prompt if they take it."""
+    """Frames that each segment must have room for. Earlier segments that would take this room are left out of its
+    prompt."""
     pauses: tuple[int, ...]
     """Frames of silence after each segment."""
     prompt: RenderedSequence
@@ -233,7 +234,7 @@ class RunningRequest:
         sampling = request_sampling(plan.sampling, f"{prompt.id}/{number}" if number else prompt.id)
         frames = max(min(plan.max_frames[number], self._scheduler.room(prompt)), plan.least_frames[number])
         generation = self._scheduler.submit(prompt, sampling, frames, self._adapter, plan.request.strength)
-        self._adapter = generation.slot  # from now on, whatever becomes of the name
+        self._adapter = generation.slot  # keep the slot, even if the adapter loses its name
         return generation
 
     def _next_prompt(self) -> RenderedSequence:

@@ -49,9 +49,9 @@ MAX_ADAPTERS = 32
 EXACT_POSITIONS = 2048
 """Number of positions of an exact batch, for any requests."""
 LEAST_FACTOR = 2.0
-"""Factor of the estimate that a segment must at least have room for. A voice that is slower would be cut."""
+"""Factor on the estimated length for which a segment must have room. A slower voice would be cut."""
 SHORTEST_SPLIT_SECONDS = 4.0
-"""Estimated seconds of segments below which splitting a text again would not help it to fit."""
+"""Estimated seconds of a segment below which splitting it again would not help."""
 MIN_PLAYED_SECONDS = 0.02
 """Seconds of playback below which the filter of the tempo gives no sample."""
 POSITION_BLOCK = 256

@@ -32,7 +32,7 @@ class Generation:
     strength: float = 1.0
     finish_reason: FinishReason | None = None
     error: SpeakError | None = None
-    """Reason why it was cancelled, where that was not asked for."""
+    """Error that cancelled it; None if its user did."""
     held: bool = False
     """Whether steps may leave it out, since its listener has enough to hear."""
     _delayed: list[npt.NDArray[np.int64]] = field(default_factory=list)

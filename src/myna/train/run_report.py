@@ -1,4 +1,4 @@
-"""Signs of life of a training: lines for its log, and report.html in the run folder with the loss curve."""
+"""Progress of a training for people who watch it: lines for its log, and report.html with the loss curve."""
 
 import math
 import time
@@ -31,7 +31,7 @@ class RunReport:
         self._curves = collect_curves(run.read_metrics())
 
     def add(self, row: dict[str, Any]) -> str | None:
-        """Add a row, and write the page now and then; return a line about the row where one is due."""
+        """Add a row, and write the page from time to time. Return a line about the row if one is due."""
         self.step = max(self.step, row["step"])
         _add_points(self._curves, row)
         if time.monotonic() >= self._next_page:

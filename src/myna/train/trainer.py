@@ -71,8 +71,8 @@ class Trainer:
     sharded: bool
     """Whether weights are sharded: in full training on several processes. A LoRA is too small for it."""
     waiting_group: Any = None
-    """Process group in which ranks wait for rank 0. It is gloo's, which has no time limit worth the name, and whose
-    connections break when rank 0 ends. NCCL would stop all of them after `RANK_TIMEOUT`."""
+    """Process group in which ranks wait for rank 0. It uses gloo, with a time limit of a day; its connections break
+    when rank 0 ends. NCCL would stop all ranks after `RANK_TIMEOUT`."""
     overflows: int = 0
     divergence: DivergenceMonitor = field(default_factory=DivergenceMonitor)
 
