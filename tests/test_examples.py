@@ -16,12 +16,38 @@ from typing import Any
 
 import pytest
 
-from tests.tone_corpus import REFERENCE, write_recordings
+from myna.audio.files import write_audio
+from tests.command_line import run_command
+from tests.tone_corpus import REFERENCE, SAMPLE_RATE, tone_speech, write_recordings
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "examples" / "first_voice.ipynb"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON_GUIDE = (ROOT / "docs" / "guides" / "python.md").read_text(encoding="utf-8")
+LAYOUTS_GUIDE = (ROOT / "docs" / "guides" / "data-layouts.md").read_text(encoding="utf-8")
+LAYOUT_FILES = {
+    "ljspeech": {"lj/metadata.csv": 1},
+    "table": {"table/clips.csv": 0},
+    "transcripts": {"vi-corpus/prompts.txt": 1},
+    "metadata_json": {"vi/metadata.json": 1},
+    "chatml": {"chatml/train.json": 0},
+    "ms_swift": {"swift/train.jsonl": 0},
+    "scored_jsonl": {"learners/scores.jsonl": 0},
+    "myna": {"own/manifest.jsonl": 0},
+}
+"""Files of the layouts, and which code block of their section shows them, not counting commands."""
+LAYOUT_RECORDINGS = (
+    *("recordings/marta/0001.wav", "recordings/marta/0002.wav", "lj/wavs/LJ-1.wav", "lj/wavs/LJ-2.wav", "a.wav"),
+    *("table/clips/a.wav", "table/clips/b.wav", "vi/a.wav", "vi/b.wav", "chatml/clips/ref.wav", "chatml/clips/a.wav"),
+    *("swift/clips/ref.wav", "swift/clips/a.wav", "learners/clips/a.wav", "own/clips/a.wav", "own/clips/b.wav"),
+    *("vi-corpus/waves/SPK01/SPK01_R1.wav", "vi-corpus/waves/SPK02/SPK02_R1.wav"),
+)
+LAYOUT_TEXTS = {
+    "recordings/marta/0001.txt": "Good morning.",
+    "recordings/marta/0002.txt": "What a fine day.",
+    "a.txt": "Good morning.",
+    "vi/a.txt": "Xin chào.",
+}
 NEEDED_EXTRAS = {"speak": {"mark"}, "serve": {"mark", "serve"}}
 """Extras without which a command of the README stops. The environment of the tests has them all."""
 TINY_TRAINING = ("model.source=tiny", "model.check_pretrained=false", "train.epochs=null", "train.steps=2")
@@ -125,3 +151,31 @@ def test_the_python_of_the_guide_speaks(tmp_path: Path, monkeypatch: pytest.Monk
         block = block.replace(text, instead, 1)
     exec(compile(block, "python.md", "exec"), {})
     assert (tmp_path / "out.wav").is_file()
+
+
+def test_the_examples_of_the_guide_to_data_layouts_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sections = re.split(r"^## ", LAYOUTS_GUIDE, flags=re.MULTILINE)[1:]
+    blocks = {section.split()[0]: re.findall(r"```(\w*)\n(.*?)```", section, re.DOTALL) for section in sections}
+    for number, name in enumerate(LAYOUT_RECORDINGS):
+        write_audio(tmp_path / name, tone_speech("good morning my dear friend", 200.0 + 10 * number), SAMPLE_RATE)
+    files = dict(LAYOUT_TEXTS)
+    for layout, shown in LAYOUT_FILES.items():
+        samples = [text for language, text in blocks[layout] if language != "bash"]
+        files |= {name: samples[number] for name, number in shown.items()}
+    for name, text in files.items():
+        Path(name).write_text(text, encoding="utf-8")
+    for layout, folder in (("webdataset", "shards"), ("hf", "hf")):
+        Path(folder).mkdir()
+        (program,) = (text for language, text in blocks[layout] if language == "python")
+        exec(compile(program, f"data-layouts.md, {layout}", "exec"), {})
+    imported = set()
+    for layout, parts in blocks.items():
+        lines = "".join(text for language, text in parts if language == "bash").splitlines()
+        for command in (line for line in lines if line.startswith("myna import") and layout != "speechocean"):
+            result = run_command(shlex.split(command)[1:])
+            assert result.exit_code == 0 and "0 rejected" in result.output, f"{command}\n{result.output}"
+            imported.add(layout)
+    assert imported == blocks.keys() - {"speechocean"}
