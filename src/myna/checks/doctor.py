@@ -210,17 +210,16 @@ def check_scorers() -> Iterator[Check]:
 
 def check_curation_models() -> Iterator[Check]:
     """Look for what `myna curate` listens with."""
-    from myna.core.io import curation_models_folder
-    from myna.listen.models import capabilities
+    from myna.curate.models import LOST, missing_models, models_folder
+    from myna.curate.settings import ListenSettings
+    from myna.listen.models import FETCH_COMMAND, INSTALL
 
-    folder, found = curation_models_folder(), capabilities()
-    lacking = [one for one in found if not one.available]
-    if lacking:
-        hints = dict.fromkeys(one.what_to_install for one in lacking)
-        detail = f"{folder} lacks models or their packages: {', '.join(one.name for one in lacking)}"
-        yield Check("curation models", "warning", detail, "; ".join(hints))
+    folder = models_folder(ListenSettings())
+    if lacking := missing_models(ListenSettings()):
+        hint = f"{INSTALL} && {FETCH_COMMAND}"
+        yield Check("curation models", "warning", f"in {folder}: without {'; without '.join(lacking)}", hint)
     else:
-        yield Check("curation models", "passed", f"{', '.join(one.name for one in found)}: at {folder}")
+        yield Check("curation models", "passed", f"{', '.join(LOST)}: at {folder}")
 
 
 def check_torch() -> Iterator[Check]:
