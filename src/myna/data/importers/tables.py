@@ -157,18 +157,8 @@ HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[
 FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".txt", *HF_SUFFIXES)
 SHARD_NUMBER = re.compile(r"-\d+(-of-\d+)?$")
 SPLITS = (
-    "train",
-    "training",
-    "validation",
-    "valid",
-    "val",
-    "dev",
-    "test",
-    "testing",
-    "eval",
-    "validated",
-    "invalidated",
-)
+    "train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "validated", "invalidated",
+)  # fmt: skip
 """Names of files and folders that are splits. A name before `-00000-of-00001` is one whatever it is."""
 RECORDS_PER_BATCH = 64
 """Maximum number of records in memory at a time."""
@@ -284,11 +274,10 @@ def _hub_records(source: Path) -> Iterator[SourceRecord]:
     try:
         if name is None:
             raise ValueError("it is not named like one")
-        if name["split"] is None:
-            splits = _choose_splits(source, datasets.get_dataset_split_names(name["name"], name["config"]), "")
-        else:
-            splits = [name["split"]]
-        loaded = datasets.load_dataset(name["name"], name["config"], split=splits[0])
+        split = name["split"]
+        if split is None:
+            [split] = _choose_splits(source, datasets.get_dataset_split_names(name["name"], name["config"]), "")
+        loaded = datasets.load_dataset(name["name"], name["config"], split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{source} is neither a file here nor a dataset that loads from the hub: {error}",
@@ -297,7 +286,7 @@ def _hub_records(source: Path) -> Iterator[SourceRecord]:
     for column, feature in loaded.features.items():
         if isinstance(feature, datasets.Audio):
             loaded = loaded.cast_column(column, datasets.Audio(decode=False))
-    yield from _with_split((SourceRecord(source, number, row) for number, row in enumerate(loaded, start=1)), splits[0])
+    yield from _with_split((SourceRecord(source, number, row) for number, row in enumerate(loaded, start=1)), split)
 
 
 # WebDataset
