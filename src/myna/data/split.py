@@ -16,6 +16,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, cast, get_args
 
@@ -311,6 +312,9 @@ class ComparedClip(NamedTuple):
     """Clip whose span is compared with trained spans of the same file."""
 
 
+_cached_file_hash = lru_cache(maxsize=65_536)(file_hash)  # many clips may be spans of one file
+
+
 @dataclass(frozen=True, slots=True)
 class TrainedClips:
     utterances: Utterances
@@ -324,7 +328,7 @@ class TrainedClips:
 
     def key(self, audio: Path, span: Span | None = None) -> str:
         """Key of a clip of this audio in the training data, wherever the file is."""
-        return codes_key(file_hash(audio), span, self.codec_revision)
+        return codes_key(_cached_file_hash(audio), span, self.codec_revision)
 
     def clip(self, id: str, speaker: str, text: str, recording: Utterance | None) -> ComparedClip:
         key = self.key(recording.audio, recording.span) if recording is not None else ""
