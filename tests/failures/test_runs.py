@@ -426,7 +426,7 @@ def test_settings_that_may_not_change_on_resume_are_refused_by_name(train_with: 
         myna.resume(run, settings={"train.steps": 2})
     assert "train.steps=3 or more" in caught.value.hint
     with pytest.raises(ConfigError, match=r"either `train\.epochs` or `train\.steps`"):
-        myna.resume(run, settings={"train.epochs": 2})
+        myna.resume(run, settings={"train.epochs": 2, "train.steps": 9})
     log = run.folder / "log.txt"
     after = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file() and path.name != ".lock"}
     assert {path for path in after if after[path] != before.get(path)} <= {log} and Run.open(run.folder).is_finished
