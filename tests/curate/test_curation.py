@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,23 @@ def test_an_enrolled_speaker_without_an_encoder_is_told_before_anything_is_liste
             *enrol[1:],
             f"speakers.enrolment=['anna={tmp_path / 'anna.wav'}']",
         )
+
+
+def test_an_enrolled_clip_is_not_lost(source: tuple[Path, Any], tmp_path: Path) -> None:
+    """The clip that was given was deleted, and every later decision ended in `missing file`."""
+    folder = tmp_path / "out"
+    known = scripted_models(source[1])
+
+    def models(*words: Any) -> CurationModels:
+        return replace(known(*words), speaker_encoder=Level())
+
+    curate([source[0]], folder, models)
+    clip = next((folder / "clips").rglob("*.flac"))
+    content = clip.read_bytes()
+    assert set(curate([], folder, models, f"speakers.enrolment=['anna={clip}']").speakers) == {"anna"}
+    assert clip.read_bytes() == content
+    shutil.rmtree(folder / "clips")
+    assert set(curate([], folder, models).speakers) == {"anna"}
 
 
 class Level:

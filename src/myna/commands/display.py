@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from myna.core.progress import ProgressCallback
+from myna.core.progress import ProgressCallback, progress_lines
 
 Result = TypeVar("Result")
 
@@ -57,8 +57,14 @@ def show_json(value: Any) -> None:
 
 @contextmanager
 def progress_bars() -> Iterator[ProgressCallback]:
-    """Yield a progress callback that draws a bar for each stage on standard error, while listening with its speed."""
-    with open_bars() as bars:
+    """Yield a progress callback that draws a bar for each stage on standard error, while listening with its speed, or
+    writes lines where standard error is a file."""
+    bars = open_bars()
+    if not bars.console.is_terminal:
+        with progress_lines(lambda line: show(line, stderr=True)) as write_line:
+            yield write_line
+        return
+    with bars:
         tasks: dict[str, TaskID] = {}
         before: dict[str, int] = {}
 

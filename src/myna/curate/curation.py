@@ -33,7 +33,7 @@ from myna.curate.recordings import (
     RecordingFile,
     find_recordings,
 )
-from myna.curate.settings import CurateSettings, with_absolute_enrolment
+from myna.curate.settings import CurateSettings
 from myna.curate.texts import apply_scripts, read_script
 from myna.data.corrections import apply_corrections, apply_hand_decisions, load_corrections
 from myna.data.manifest import write_manifest
@@ -116,12 +116,12 @@ def run_curation(
     progress: ProgressCallback = silent,
 ) -> CurationResult:
     """Curate the sources into a folder, or go on with it; without sources, decide again about its contents."""
-    settings = with_absolute_enrolment(settings)
     claim_folder(out, FOLDER_KIND, known=(TABLE_FILE, INDEX_FILE), inputs=sources)
     with lock_folder(out, "curating into"):
         notes: list[str] = []
         enrolled = None
         if settings.speakers.enrolment:
+            settings = second_pass.keep_enrolments(out, settings)
             models = open_models(settings.listen.model_copy(update={"asr": NO_ASR, "check_asr": None}), 0)
             enrolled = second_pass.enrolment_embeddings(settings, models)
         if sources:

@@ -5,6 +5,7 @@ The segments of the table tile each recording, which is checked. `myna prepare` 
 
 import math
 import os
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import soundfile
 
 from myna.audio.files import FloatArray, read_audio, write_audio
 from myna.core.errors import DataError, ModelError
-from myna.core.io import atomic_write, fsync
+from myna.core.io import atomic_write, file_hash, fsync
 from myna.core.progress import ProgressCallback, silent
 from myna.curate.first_pass import cosine, segment_id
 from myna.curate.models import CurationModels, models_folder
@@ -36,6 +37,7 @@ from myna.text.normalization import base_language
 from myna.text.spoken_forms import normalise_spoken_text
 
 ROW_GROUP_ROWS = 100_000
+ENROLMENT_FOLDER = "enrolment"
 
 Recordings = Sequence[tuple[RecordingFile, DecodedRecording]]
 
@@ -138,6 +140,24 @@ def mark_duplicates(table: pa.Table) -> pa.Table:
             _, earlier = max((end - start, -earlier) for start, end, earlier in spans)
             original[row] = original[clips[-earlier]] or ids[clips[-earlier]]
     return set_columns(table, {"duplicate_of": original})
+
+
+def keep_enrolments(out: Path, settings: CurateSettings) -> CurateSettings:
+    """Copy the recordings of enrolled speakers into the folder; return settings that name the copies.
+
+    Later decisions need them, whatever becomes of the originals, which may be pieces of an X-ray.
+    """
+    enrolment = []
+    for name, file in map(split_enrolment, settings.speakers.enrolment):
+        file = file.expanduser().absolute()
+        if file.is_file():
+            original, file = file, out.absolute() / ENROLMENT_FOLDER / f"{file_hash(file)[:16]}{file.suffix}"
+            if not file.is_file():
+                with atomic_write(file) as temporary:
+                    shutil.copyfile(original, temporary)
+        enrolment.append(f"{name}={file}")
+    speakers = settings.speakers.model_copy(update={"enrolment": tuple(enrolment)})
+    return settings.model_copy(update={"speakers": speakers})
 
 
 def enrolment_embeddings(settings: CurateSettings, models: CurationModels) -> dict[str, FloatArray]:

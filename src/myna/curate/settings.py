@@ -195,13 +195,6 @@ def split_enrolment(enrolment: str) -> tuple[str, Path]:
     return (name, Path(file)) if separator else (Path(enrolment).stem, Path(enrolment))
 
 
-def with_absolute_enrolment(settings: CurateSettings) -> CurateSettings:
-    """Return settings whose enrolments are found from any working directory."""
-    named = map(split_enrolment, settings.speakers.enrolment)
-    enrolment = tuple(f"{name}={file.expanduser().absolute()}" for name, file in named)
-    return settings.model_copy(update={"speakers": settings.speakers.model_copy(update={"enrolment": enrolment})})
-
-
 def curation_settings(
     folder: Path | None,
     *,
