@@ -148,7 +148,7 @@ def run_curation(
         write_manifest(out / MANIFEST_FILE, second_pass.utterances_of(out, table))
         settings.save(out)
     result = summarize(out, table)
-    if not any(table["text"].to_pylist()) and not result.clips:
+    if settings.listen.asr == NO_ASR and not result.clips:
         notes.append("nothing was kept: no clip has a text, without a recogniser")
         notes.append(f"To have one:  myna curate SOURCE --out {out} --asr base")
         return replace(result, notes=tuple(notes))
