@@ -130,8 +130,8 @@ def test_a_run_speaks_and_the_speech_is_saved(folder: Path, run: myna.Run, tmp_p
     )
     untuned = myna.load(folder / "model", device="cpu").speak("hi", max_seconds=0.2)
     assert untuned.sample_rate == voice.sample_rate
-    with pytest.raises(myna.MynaError, match="1 references but 0 reference texts"):
-        voice.speak("hi", reference=reference)
+    with pytest.raises(myna.MynaError, match="1 references but 2 reference texts"):
+        voice.speak("hi", reference=reference, reference_text=[REFERENCE, REFERENCE])
 
 
 def test_importing_it_brings_nothing_heavy() -> None:

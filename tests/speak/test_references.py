@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,19 @@ class Recogniser:
         return Transcript(f" {REFERENCE} ", looped=False)
 
 
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """Forget recognisers and what they heard, before a test and after it."""
+
+    def clear() -> None:
+        references._recogniser.cache_clear()
+        references._hear_file.cache_clear()
+
+    clear()
+    yield
+    clear()
+
+
 @pytest.fixture
 def recogniser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recogniser:
     made = Recogniser()
@@ -43,8 +57,6 @@ def recogniser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recogniser:
         return made
 
     monkeypatch.setattr(ASR, "open", opened)
-    for cached in (references._recogniser, references._hear_file):
-        cached.cache_clear()
     return made
 
 
@@ -67,7 +79,6 @@ def test_a_reference_without_a_transcript_is_heard_once_and_shown(recogniser: Re
 def test_without_a_recogniser_the_error_says_how_to_get_one(recording: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("MYNA_HOME", str(tmp_path / "empty"))
-        references._recogniser.cache_clear()
         with pytest.raises(MynaError, match="no recogniser is installed") as error:
             speech_request("hello", reference=recording)
     assert "--reference-text" in error.value.hint and "myna setup metrics" in error.value.hint
