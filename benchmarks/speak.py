@@ -57,7 +57,7 @@ from myna.models.higgs_v2.render import DelayPattern
 from myna.models.quantized import QuantizedLinear, quantize, quantized_linears, supports_fp8
 from myna.models.ref import ModelRef
 from myna.speak.scheduler import BatchScheduler
-from myna.speak.streaming import CodeStream, StreamDecoder, decode_streams, warm_up
+from myna.speak.streaming import CodeStream, decode_streams, warm_up
 
 CONTEXT, FRAMES = 450, 250
 BANDWIDTH = 4.3e12
@@ -306,7 +306,7 @@ class Bench:
         times = []
         for number in range(6):
             prompt = self.prompt(number, audio=REFERENCE_FRAMES + 9)
-            stream = StreamDecoder(codec)
+            stream = CodeStream(codec)
             self.synchronize()
             start = time.perf_counter()
             generation = scheduler.submit(prompt, Sampling(seed=number), 100)
@@ -314,7 +314,8 @@ class Bench:
             while not heard and not generation.finished:
                 scheduler.advance()
                 if generation.frames > done:
-                    heard = len(stream.decode(generation.codes(done)))
+                    stream.push(generation.codes(done))
+                    heard = len(decode_streams(codec, [stream])()[0])
                     done = generation.frames
             times.append((time.perf_counter() - start) * 1e3)
             generation.cancel()

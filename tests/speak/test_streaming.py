@@ -18,7 +18,7 @@ from myna.models import SHIPPED, open_codec
 from myna.models.codecs import FIRST_WINDOW, MAX_WINDOW, plan_windows, probe_window_independence
 from myna.models.higgs_v2.tiny import save_tiny_codec
 from myna.speak.engine import encode_clip
-from myna.speak.streaming import CodeStream, StreamDecoder, decode_streams, warm_up
+from myna.speak.streaming import CodeStream, decode_streams, warm_up
 
 RECORDINGS = Path(myna.__file__).parent / "demo" / "recordings"
 CODECS = ["fledgling", "higgs"]
@@ -48,9 +48,12 @@ def random_codes(codec: Codec, frames: int, seed: int = 0) -> Codes:
 
 
 def streamed(codec: Codec, codes: Codes, cuts: Sequence[int]) -> list[Samples]:
-    decoder = StreamDecoder(codec)
-    pieces = np.split(codes, sorted(cuts))
-    return [*(decoder.decode(piece) for piece in pieces), decoder.finish()]
+    stream, samples = CodeStream(codec), list[Samples]()
+    for piece in np.split(codes, sorted(cuts)):
+        stream.push(piece)
+        samples += decode_streams(codec, [stream])()
+    stream.end()
+    return [*samples, *decode_streams(codec, [stream])()]
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -172,9 +175,11 @@ def test_the_probe_sees_a_single_bit(codecs: dict[str, Codec], monkeypatch: pyte
 
 def test_the_first_sound_needs_two_frames_and_the_reach(codecs: dict[str, Codec]) -> None:
     codec = codecs["higgs"]
-    decoder, codes = StreamDecoder(codec), random_codes(codec, 60)
-    assert not len(decoder.decode(codes[: FIRST_WINDOW + codec.decode_reach - 1]))
-    assert len(decoder.decode(codes[FIRST_WINDOW + codec.decode_reach - 1 :][:1])) == FIRST_WINDOW * codec.hop
+    stream, codes, needed = CodeStream(codec), random_codes(codec, 60), FIRST_WINDOW + codec.decode_reach
+    stream.push(codes[: needed - 1])
+    assert not len(decode_streams(codec, [stream])()[0])
+    stream.push(codes[needed - 1 : needed])
+    assert len(decode_streams(codec, [stream])()[0]) == FIRST_WINDOW * codec.hop
 
 
 def test_warming_up_sees_every_window_of_a_stream(codecs: dict[str, Codec], monkeypatch: pytest.MonkeyPatch) -> None:

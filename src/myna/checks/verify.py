@@ -36,7 +36,7 @@ from myna.report import page
 from myna.speak.engine import Engine
 from myna.speak.loading import load_adapted
 from myna.speak.request import SpeechRequest
-from myna.speak.streaming import StreamDecoder
+from myna.speak.streaming import CodeStream, decode_streams
 from myna.train.precision import choose_precision
 
 LOSS_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -257,9 +257,13 @@ def check_stream(verified: subject.VerifiedModel) -> Check:
     chunkings = 3 if verified.quick else 8
     for _ in range(chunkings):
         cuts = np.sort(random.integers(0, frames + 1, int(random.integers(1, 12))))
-        decoder = StreamDecoder(codec)
-        parts = [decoder.decode(part) for part in np.split(codes, cuts)]
-        if (finding := _compare_samples(np.concatenate([*parts, decoder.finish()]), whole, codec)) is not None:
+        stream, parts = CodeStream(codec), []
+        for part in np.split(codes, cuts):
+            stream.push(part)
+            parts += decode_streams(codec, [stream])()
+        stream.end()
+        parts += decode_streams(codec, [stream])()
+        if (finding := _compare_samples(np.concatenate(parts), whole, codec)) is not None:
             return replace(finding, message=f"{finding.message}, in chunks that end at {cuts.tolist()}")
     engine = Engine(family, verified.model, codec)
     sampling = replace(subject.GREEDY, max_seconds=verified.frames / codec.frame_rate)

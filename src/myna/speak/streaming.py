@@ -101,23 +101,6 @@ def warm_up(codec: Codec, streams: int) -> None:
         count *= 2
 
 
-class StreamDecoder:
-    """Incremental decoder of one stream: frames in, samples out."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec, self._stream = codec, CodeStream(codec)
-
-    def decode(self, codes: Codes) -> Samples:
-        """Add frames, shape (frames, codebooks). Return the samples that can be decoded now."""
-        self._stream.push(codes)
-        return decode_streams(self._codec, [self._stream])()[0]
-
-    def finish(self) -> Samples:
-        """End the stream, and return its last samples."""
-        self._stream.end()
-        return decode_streams(self._codec, [self._stream])()[0]
-
-
 MIN_FACTOR = 0.5
 """Smallest factor of one atempo filter; slower speech goes through two."""
 
