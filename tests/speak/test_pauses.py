@@ -66,6 +66,10 @@ def test_a_pause_that_cannot_be_made_is_refused(text: str) -> None:
     assert "<break" in error.value.hint or "10 s" in error.value.hint
 
 
+def test_other_words_in_angle_brackets_are_no_pauses() -> None:
+    SpeechRequest("What is for <breakfast>?").check()
+
+
 def test_a_text_of_pauses_alone_has_no_words() -> None:
     with pytest.raises(SpeakError, match="no text to speak"):
         SpeechRequest("<break/> <break/>").check()
