@@ -134,7 +134,7 @@ def test_a_loss_too_good_to_be_true_is_an_alarm(
 
     shift_labels(monkeypatch, by=-1)
     with pytest.raises(
-        TrainingError, match=r"before the first step (9\d|100)\.\d% of the targets are right.* a copy task"
+        TrainingError, match=r"before the first step (9\d|100)\.\d% of the targets are right.* labels are visible"
     ):
         train_with(model={"source": str(tmp_path / "copyist"), "check_pretrained": False})
 

@@ -1,4 +1,4 @@
-"""Whatever a client sends is answered, over HTTP and over a WebSocket, and the next request is served."""
+"""Any message of a client is answered, over HTTP and over a WebSocket, and the next request is served."""
 
 from __future__ import annotations
 
