@@ -166,7 +166,8 @@ class TrainSettings(Settings):
     learning_rate: Positive = 1e-4
     """Peak learning rate, after the warm-up."""
     warmup: Annotated[float, Field(ge=0)] = 0.03
-    """Warm-up in optimizer steps, or as a share of all steps below 1. Longer than the run, it is half of it."""
+    """Warm-up in optimizer steps, or as a share of all steps below 1. A warm-up longer than the run becomes half of the
+    run."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""
     final_learning_rate_ratio: Share = 0.0

@@ -323,7 +323,7 @@ class MelCodec:
                 codes = pool.map(lambda clip: self.encode(clip[None]), clips)
                 yield from (([position], list(each)) for position, each in enumerate(codes))
         finally:
-            torch.set_num_threads(threads)  # the number of threads of threads that begin later
+            torch.set_num_threads(threads)  # threads that begin later take this number
 
     @cached_property
     def window_independent(self) -> bool:

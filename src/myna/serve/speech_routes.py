@@ -172,8 +172,8 @@ def _no_speech(prepared: PreparedSpeech) -> ApiError:
 async def encoded_audio(
     context: ServerContext, prepared: PreparedSpeech, body: SpeechSettings, job: EngineJob
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the audio of a request in the format of its body, as it is generated. It is in the speech log before the
-    end is told, whatever happens to the server then; and when the caller leaves early."""
+    """Yield the audio of a request in the format of its body, as it is generated. The audio is logged before its end is
+    sent, so that the log has it whatever happens to the server then, and also if the caller leaves early."""
     rate = context.sample_rate
     encoder = AudioEncoder(body.response_format, rate, body.output_rate(rate), body.bit_rate)
     given = bytearray()

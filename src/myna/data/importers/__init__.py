@@ -34,7 +34,7 @@ FORMATS = {
     "speechocean": Importer(scored.matches_speechocean, scored.read_speechocean),
 }
 MAX_SEARCHED_ENTRIES = 100
-"""Entries of a folder in no known layout of which it is told whether they are in one."""
+"""Maximum number of entries of an unknown folder that are looked at, to name one in a known layout."""
 MAX_NAMED_REJECTIONS = 5
 """Maximum number of rejected records that an error names; the others are in `rejected.jsonl`."""
 
