@@ -115,3 +115,46 @@ def test_the_samples_of_a_proof_are_not_cleaned() -> None:
     content = quiet_speech()
     decoded = transcoding._decode(content, RATE, 60.0).samples
     assert len(decoded) == 7 * RATE
+
+
+def test_a_reference_without_a_transcript_is_heard_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+
+    def hear(samples: Samples, rate: int, asr: str | None, language: str) -> str:
+        heard.append(len(samples))
+        assert (rate, asr, language) == (RATE, None, "vi")
+        return "xin chào"
+
+    monkeypatch.setattr("myna.serve.context.hear_reference", hear)
+    body = {"input": "Yes.", "language": "vi", "ref_audio": base64.b64encode(quiet_speech()).decode(), "takes": 2}
+
+    async def run() -> dict[str, Any]:
+        async with stub_server(tmp_path, monkeypatch) as (context, web):
+            await web.post(SPEECH, json=body, timeout=120)
+            answer = await web.post(SPEECH, json=body, timeout=120)
+            assert {one.text for message in stub_of(context).requests for one in message.request.recordings} == {
+                "xin chào"
+            }
+            content: dict[str, Any] = answer.json()
+            return content
+
+    content = asyncio.run(run())
+    assert len(heard) == 1
+    assert 'heard "xin chào"' in json.dumps(content, ensure_ascii=False).replace('\\"', '"')
+
+
+def test_a_reference_without_a_transcript_or_a_recogniser_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("myna.speak.references.whisper_folder", lambda: tmp_path / "none")
+    body = {"input": "Yes.", "ref_audio": base64.b64encode(quiet_speech()).decode()}
+
+    async def run() -> dict[str, Any]:
+        async with stub_server(tmp_path, monkeypatch) as (_, web):
+            answer = await web.post(SPEECH, json=body, timeout=120)
+            assert answer.status_code == 400
+            error: dict[str, Any] = answer.json()["error"]
+            return error
+
+    error = asyncio.run(run())
+    assert "no recogniser is installed" in error["message"] and error["param"] == "ref_text"

@@ -19,7 +19,7 @@ from myna.data.pronunciation import DEFAULT_QUESTION
 from myna.models.ref import display_name
 from myna.provenance.consent import ConsentChecker, rename_consent, sentence_of_day
 from myna.provenance.voice_store import Consent, StoredVoice
-from myna.serve.context import DEFAULT_VOICE, Context, ServerContext, unless_disconnected
+from myna.serve.context import DEFAULT_VOICE, LISTENING, Context, ServerContext, unless_disconnected
 from myna.serve.messages import AnswerMessage, RequestEnd
 from myna.serve.schemas import ApiError, ConsentNameBody, LoadAdapterBody, UnloadAdapterBody
 
@@ -126,10 +126,6 @@ async def delete_voice_consent(consent_id: str, context: Context) -> dict[str, A
     return {"id": consent.id, "object": "audio.voice_consent.deleted", "deleted": True}
 
 
-CHECKS = ThreadPoolExecutor(1, "consent check")
-"""Thread of consent checks, which take seconds: the threads of asyncio write the speech log of running streams."""
-
-
 async def _in_store(
     function: Any, *arguments: Any, status: int = 400, threads: ThreadPoolExecutor | None = None
 ) -> Any:
@@ -151,12 +147,12 @@ async def _from_recording(
             "or add voices on its machine: myna voice add)",
             code="consent_checks_unavailable",
         )
-    checker = await _in_store(_open_checker, context.settings.asr, status=503, threads=CHECKS)
+    checker = await _in_store(_open_checker, context.settings.asr, status=503, threads=LISTENING)
     samples = await context.uploads.decode(await upload.read(), SAMPLE_RATE, param=param)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "recording.flac")
         await _in_store(write_audio, file, samples, SAMPLE_RATE)
-        return await _in_store(create, file, checker, threads=CHECKS)
+        return await _in_store(create, file, checker, threads=LISTENING)
 
 
 @cache

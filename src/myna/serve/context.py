@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -19,6 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
+from myna.audio.files import Samples
 from myna.core.errors import ConfigError, MynaError
 from myna.models.ref import ModelRef, display_name, weights_sha256
 from myna.provenance.speech_log import SpeechOrigin, check_log, log_speech, new_id
@@ -27,11 +29,16 @@ from myna.serve.engine_client import AdapterCatalog, EngineClient, EngineJob
 from myna.serve.messages import AudioPiece, EngineSettings, RequestEnd, SpeakMessage, StepReport
 from myna.serve.schemas import MAX_CHARACTERS, ApiError, InlineReference, SpeechSettings
 from myna.serve.transcoding import UploadDecoder, recording_bytes
+from myna.speak.references import hear_reference
 from myna.speak.request import ReferenceRecording, SpeechRequest, read_reference
 
 log = logging.getLogger("myna.serve")
 LATENCY_BUCKETS = (0.02, 0.03, 0.045, 0.06, 0.08, 0.12, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEP_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.04, 0.1, 0.5)
+LISTENING = ThreadPoolExecutor(1, "listening")
+"""Thread of recognisers, which take seconds. The threads of asyncio write the speech log of running streams."""
+MAX_HEARD = 1024
+"""Maximum number of recordings whose transcripts are kept, of those that came without any."""
 
 
 class ServerMetrics:
@@ -214,6 +221,8 @@ class ServerContext:
         """Recordings of stored voices that were read, by id."""
         self._told: set[str] = set()
         """Names of ignored fields that are in the log already."""
+        self._heard: dict[tuple[str, str], str] = {}
+        """Transcripts of recordings that came without any, by recording and language."""
         self._weights: dict[str, str] = {}
         """Hashes of trained weights, by source."""
 
@@ -298,15 +307,31 @@ class ServerContext:
         if given:
             decoded, problems = [], list[str]()
             for reference in given:
-                if not reference.text.strip():
-                    raise ApiError(400, "a reference needs its transcript", param="ref_text")
                 data = recording_bytes(reference.audio, param="ref_audio")
                 checked = await self.uploads.decode_reference(data, self.sample_rate, param="ref_audio")
                 name = f"reference sha256:{hashlib.sha256(data).hexdigest()}"
-                decoded.append(ReferenceRecording(checked.samples, reference.text, voice=name))
+                text = reference.text
+                if not text.strip():
+                    text = await self._hear(checked.samples, name, body.language)
+                    problems.append(f'heard "{text}"')
+                decoded.append(ReferenceRecording(checked.samples, text, voice=name))
                 problems += checked.problems
             return tuple(decoded), tuple(problems)
         return await self._stored_voice(body.voice_name), ()
+
+    async def _hear(self, samples: Samples, name: str, language: str) -> str:
+        """Return the words of a recording that came without its transcript."""
+        if (known := self._heard.get((name, language))) is not None:
+            return known
+        arguments = (samples, self.sample_rate, self.settings.asr, language)
+        try:
+            text = await asyncio.get_running_loop().run_in_executor(LISTENING, hear_reference, *arguments)
+        except MynaError as error:
+            raise ApiError(400, f"{error.what} (send its transcript: ref_text)", param="ref_text") from None
+        while len(self._heard) >= MAX_HEARD:
+            del self._heard[next(iter(self._heard))]
+        self._heard[name, language] = text
+        return text
 
     async def _stored_voice(self, name: str) -> tuple[ReferenceRecording, ...]:
         if name in ("", DEFAULT_VOICE):

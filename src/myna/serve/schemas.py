@@ -135,10 +135,10 @@ class VoiceId(_Body):
 
 
 class InlineReference(_Body):
-    """Recording of a voice, with its transcript."""
+    """Recording of a voice, with its transcript. Without one the recogniser of the server hears its words."""
 
     audio: str = Field(max_length=MAX_RECORDING_CHARACTERS, description="Recording in base64, or a data URL.")
-    text: str = Field(max_length=MAX_CHARACTERS, description="Transcript of the recording.")
+    text: str = Field(default="", max_length=MAX_CHARACTERS, description="Transcript of the recording.")
 
 
 class SpeechSettings(_Body):
