@@ -99,8 +99,9 @@ def test_render_shows_what_is_learned(workspace: Path) -> None:
 
 def test_speak_wants_a_text_for_every_voice(workspace: Path) -> None:
     voice = workspace / "recordings" / "robin" / "robin-0.wav"
-    with pytest.raises(MynaError, match="1 references but 0 reference texts"):
-        myna("speak", "hello", "--run", workspace / "run", "--reference", voice, "-o", workspace / "x.wav")
+    texts = ("--reference-text", "one", "--reference-text", "two")
+    with pytest.raises(MynaError, match="1 references but 2 reference texts"):
+        myna("speak", "hello", "--run", workspace / "run", "--reference", voice, *texts, "-o", workspace / "x.wav")
 
 
 def test_a_model_is_sampled_as_it_asks_unless_somebody_says_otherwise(workspace: Path, tmp_path: Path) -> None:

@@ -325,11 +325,3 @@ def test_a_preparation_that_was_not_finished_is_not_taken_for_one(folder: Path) 
     (folder / "codes" / "01234567" / "index.arrow").unlink()
     with pytest.raises(DataError, match="was not encoded to the end"):
         PreparedDataset.open(folder)
-
-
-def test_recordings_are_not_prepared_into_their_own_folder(tmp_path: Path) -> None:
-    (tmp_path / "recordings").mkdir()
-    (tmp_path / "recordings" / "a.wav").touch()
-    with pytest.raises(DataError, match="is not a prepared folder") as caught:
-        PreparedDataset.open(tmp_path / "recordings")
-    assert f"myna prepare {tmp_path}/recordings --out {tmp_path}/recordings-prepared" in caught.value.hint

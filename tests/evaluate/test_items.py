@@ -97,12 +97,3 @@ def test_many_speakers_have_fewer_comparison_clips_each(tmp_path: Path) -> None:
     assert len(speakers) == 3 and speakers <= few.speaker_clips.keys() and len(few.speaker_clips) == 20
     every = load_eval_set(tmp_path, None, settings(tmp_path).model_copy(update={"reference_seconds": (0.1, 1.0)}), 0)
     assert len(every.speaker_clips) == 30 and {len(theirs) for theirs in every.speaker_clips.values()} == {5}
-
-
-def test_a_recording_that_is_gone_is_named_with_its_cause(data: Path) -> None:
-    """`myna compare` ended in a FileNotFoundError, for it reads the references before it opens them."""
-    [gone] = load_eval_set(data, None, settings(data), seed=0).items[0].references
-    gone.audio.unlink()
-    with pytest.raises(DataError, match=f"1 recordings of .* were moved or deleted .*{gone.audio.name}") as caught:
-        load_eval_set(data, None, settings(data), seed=0)
-    assert "myna prepare" in caught.value.hint

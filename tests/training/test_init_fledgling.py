@@ -24,6 +24,7 @@ from myna.core.config import load_recipe
 from myna.core.errors import CheckpointError, ModelError
 from myna.core.io import file_hash
 from myna.data import encoding
+from myna.data.codec import encode_equal_lengths
 from myna.data.dataset import PreparedDataset
 from myna.data.manifest import read_manifest
 from myna.models import open_family
@@ -150,7 +151,7 @@ def test_clips_of_one_length_go_through_the_codec_together(home: Path, monkeypat
     monkeypatch.setattr(network, "encode", counting)
     found = {
         place: codes
-        for places, some in codec.encode_batches(clips, 60, print)
+        for places, some in encode_equal_lengths(codec, clips, 60)
         for place, codes in zip(places, some, strict=True)
     }
     assert together == [3, 1]

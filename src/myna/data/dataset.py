@@ -317,10 +317,7 @@ class DatasetInfo:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (FileNotFoundError, NotADirectoryError):
             problem = f"{folder} is not a prepared folder: it has no {DATASET_INFO_FILE}"
-            hint = prepare_command(folder)
-            if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST_FILE).exists():
-                hint = f"if it holds recordings: myna prepare {folder} --out {folder}-prepared --model MODEL"
-            raise DataError(problem, hint=hint) from None
+            raise DataError(problem, hint=prepare_command(folder)) from None
         except (ValueError, TypeError) as error:
             raise DataError(f"{path} is damaged: {error}", hint="run `myna prepare` again") from None
 

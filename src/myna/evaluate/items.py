@@ -157,7 +157,6 @@ def load_eval_set(
             items = _sentence_items(texts, _references(dataset, settings, seed), language, scene or settings.scene)
         else:
             items = _target_items(dataset, settings, seed, limit, language)
-        _check_present(items, data)
         clips = _speaker_clips(dataset, items, seed)
     notes = []
     if alone := sum(not item.references for item in items):
@@ -168,16 +167,6 @@ def load_eval_set(
             "speech_eval.language in a recipe"
         )
     return EvalSet(tuple(items), clips, tuple(notes))
-
-
-def _check_present(items: Sequence[EvalItem], data: Path) -> None:
-    """Raise an error that says why clips of a prepared folder are missing."""
-    used = (clip.audio for item in items for clip in (*item.references, item.recording) if clip is not None)
-    if gone := sorted({str(audio) for audio in used if not is_file(audio)}):
-        raise DataError(
-            f"{len(gone)} recordings of {data} were moved or deleted after it was prepared: {gone[0]}",
-            hint="put them back, or prepare the folder again from where they are now: myna prepare SOURCE --out NEW",
-        )
 
 
 def split_items(items: Sequence[AnyItem], seed: int) -> tuple[list[AnyItem], list[AnyItem]]:
