@@ -4,8 +4,6 @@ A worker commits its results itself, under a temporary name that is then renamed
 process or a node was lost. Items are paths and small records rather than samples.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os
@@ -36,7 +34,7 @@ _worker: Any = None
 """Worker of this process, if it belongs to a pool."""
 
 
-def open_pool(make_worker: Callable[[], W], workers: int | None, ray: str | None, device: str = "cpu") -> Pool[W]:
+def open_pool(make_worker: Callable[[], W], workers: int | None, ray: str | None, device: str = "cpu") -> "Pool[W]":
     """Open a pool of `workers` processes here, or of at most as many actors of the Ray cluster at the address `ray`.
 
     `make_worker` must be picklable. Each actor has a GPU if `device` is `cuda`, or `auto` and the cluster has GPUs.
@@ -56,7 +54,7 @@ class ProcessPool(Generic[W]):
         self._local: W | None = None
         self._pool: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> ProcessPool[W]:
+    def __enter__(self) -> "ProcessPool[W]":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -206,7 +204,7 @@ class RayPool(Generic[W]):
                 hint="add nodes to it: ray start --address=HEAD:6379",
             )
 
-    def __enter__(self) -> RayPool[W]:
+    def __enter__(self) -> "RayPool[W]":
         self._start_actors()
         return self
 

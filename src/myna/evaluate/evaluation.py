@@ -5,8 +5,6 @@ OUT/items.parquet     scores of each item, with OUT/items and OUT/audio as `myna
 OUT/report.html       the page
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -80,7 +78,7 @@ class EvaluationSettings:
     def inputs(self) -> list[Path]:
         return [path for path in (self.data, self.sentences) if path is not None]
 
-    def eval_set(self, subject: Subject) -> EvalSet:
+    def eval_set(self, subject: "Subject") -> EvalSet:
         """Load the items of `sentences` or of `data`; by default the held-out data of the subject."""
         data, sentences, run = self.data, self.sentences, subject.ref.run
         if data is None and run is not None:
@@ -175,7 +173,7 @@ class Subject:
     ref: ModelRef
 
     @classmethod
-    def parse(cls, text: str, base: str | None = None) -> Subject:
+    def parse(cls, text: str, base: str | None = None) -> "Subject":
         """Resolve SOURCE or NAME=SOURCE; a run or an adapter is opened on another `base` model if one is given."""
         name, source = split_name(text)
         if name in SYSTEM_TITLES:

@@ -6,8 +6,6 @@ OUT/items/SYSTEM.parquet      scores of each item, kept up to date during the ev
 OUT/items.parquet             scores of all systems, at the end
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil
@@ -216,7 +214,7 @@ def check_names(names: Sequence[str]) -> None:
         raise ConfigError(f"two have one name: {', '.join(names)}", hint="give them as NAME=MODEL_OR_RUN")
 
 
-def _reuse(system: System, items: Sequence[EvalItem], results: ItemScoresFile, folders: Sequence[Path]) -> None:
+def _reuse(system: System, items: Sequence[EvalItem], results: "ItemScoresFile", folders: Sequence[Path]) -> None:
     """Copy what evaluations have of a system, whatever its name there: equal keys are equal audio."""
     keys = {item.id: generation_key(system, item) for item in items} if folders else {}
     keys = {id: key for id, key in keys.items() if id not in results.rows or results.rows[id].key != key}
@@ -237,7 +235,7 @@ def _reuse(system: System, items: Sequence[EvalItem], results: ItemScoresFile, f
 
 
 def _generate(
-    system: System, items: Sequence[EvalItem], results: ItemScoresFile, batch_size: int, progress: ProgressCallback
+    system: System, items: Sequence[EvalItem], results: "ItemScoresFile", batch_size: int, progress: ProgressCallback
 ) -> None:
     """Speak the items that have no audio yet. Items of one maximum length are a queue, from which a free slot of the
     batch is filled at once; the longest come first, so that no slot is left alone with one at the end."""
@@ -271,7 +269,7 @@ def _generate(
             results.save()
 
 
-def _save_references(system: System, items: Sequence[EvalItem], results: ItemScoresFile) -> None:
+def _save_references(system: System, items: Sequence[EvalItem], results: "ItemScoresFile") -> None:
     """Write the references of the items; those of earlier audio of the same name are replaced."""
     for item in items:
         row = results.rows[item.id]
@@ -291,7 +289,7 @@ def _save_references(system: System, items: Sequence[EvalItem], results: ItemSco
 
 def _score(
     items: Sequence[EvalItem],
-    results: ItemScoresFile,
+    results: "ItemScoresFile",
     scorers: Scorers,
     speakers: SpeakerEmbeddings | None,
     workers: int,

@@ -1,8 +1,6 @@
 """Content credentials (C2PA) of audio files: signed with a key of this machine, read and verified offline; and the
 optional packages of the extra `mark`, which are found without importing them."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

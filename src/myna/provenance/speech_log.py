@@ -1,7 +1,5 @@
 """Origin of generated speech, and the append-only log of it: a JSON line for each generation and each saved file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ The mark is that of PerTh, a neural watermark: the network of resemble-perth in 
 package. `inspect_file` looks for the mark, for content credentials, and for the file in the speech log of this machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -200,17 +198,17 @@ class StreamWatermark:
             end = np.pad(self._samples[-half - 1 :], (0, -self._length % self._hop))
             self._samples = np.concatenate([self._samples, np.pad(end, (0, half), mode="reflect")[half + 1 :]])
 
-    def _blocks(self) -> list[_Block]:
+    def _blocks(self) -> "list[_Block]":
         """Return the blocks that can be marked now."""
         frames = self._start + (len(self._samples) - self._window) // self._hop + 1 if self._mirrored else 0
         return list(_plan_blocks(self._done, frames, self._finished))
 
-    def _block_samples(self, block: _Block) -> Samples:
+    def _block_samples(self, block: "_Block") -> Samples:
         """Return all samples that a block is computed from."""
         first, last = block.start - self._start, block.stop - 1 - self._start
         return self._samples[first * self._hop : last * self._hop + self._window]
 
-    def _give_out(self, block: _Block, mark: Samples) -> Samples:
+    def _give_out(self, block: "_Block", mark: Samples) -> Samples:
         """Add the mark of the next block and return the samples that are complete with it."""
         frames, hop, known = block.last - block.first, self._hop, self._start * self._hop + len(self._samples)
         offset = block.first * hop - self._given  # negative if samples were given out early
@@ -248,7 +246,7 @@ def mark_streams(streams: Sequence[StreamWatermark]) -> list[Samples]:
     return [join_samples(parts[id(stream)]) for stream in streams]
 
 
-def _compute_marks(blocks: Sequence[tuple[StreamWatermark, _Block]]) -> list[Samples]:
+def _compute_marks(blocks: "Sequence[tuple[StreamWatermark, _Block]]") -> list[Samples]:
     """Return the mark of each block: its frames, windowed and added up."""
     device, sample_rate = blocks[0][0].device, blocks[0][0].sample_rate
     window, hop = _frame_samples(sample_rate)

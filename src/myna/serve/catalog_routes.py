@@ -1,7 +1,5 @@
 """Routes of voices, consents, models and adapters; and answers about recordings."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """State that all routes of a server share, and how the body of a request becomes a speech request."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging
@@ -201,7 +199,7 @@ class PreparedSpeech:
     warnings: tuple[str, ...] = ()
     """Problems of its references."""
 
-    def take(self, number: int) -> PreparedSpeech:
+    def take(self, number: int) -> "PreparedSpeech":
         """Return the same request with another seed and id."""
         request = self.request.take(number)
         return replace(self, request=request, origin=replace(self.origin, seed=request.seed, id=new_id()))

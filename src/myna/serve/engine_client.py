@@ -1,7 +1,5 @@
 """Client of the engine process: starts, watches and restarts it, and sends it requests and adapters."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -35,7 +33,7 @@ log = logging.getLogger("myna.serve")
 class EngineJob:
     """One request to the engine: its events as they come. Leaving it early cancels it."""
 
-    def __init__(self, client: EngineClient, message: messages.AnsweredMessage) -> None:
+    def __init__(self, client: "EngineClient", message: messages.AnsweredMessage) -> None:
         self._client, self.id, self.began = client, message.id, time.monotonic()
         self.adapter = message.request.adapter if isinstance(message, messages.SpeakMessage) else ""
         self._events: asyncio.Queue[messages.RequestEvent] = asyncio.Queue()

@@ -1,7 +1,5 @@
 """Engine process: holds the model, and turns requests from the pipe into audio, step by step."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import signal
@@ -143,7 +141,7 @@ def _attempt(message: EngineMessage, action: Callable[[], list[RequestEvent]]) -
         return [RequestEnd(id, failure=Failure("the request could not be processed", is_users=False))]
 
 
-def open_worker(settings: EngineSettings) -> SpeechWorker | AnswerWorker:
+def open_worker(settings: EngineSettings) -> "SpeechWorker | AnswerWorker":
     """Load and warm up the model of the settings: one that speaks, or one that answers."""
     ref = ModelRef.find(settings.source, settings.model)
     if isinstance(ref.open_family(settings.codec), AnsweringFamily):

@@ -1,7 +1,5 @@
 """Messages between the HTTP process and the engine process."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -115,7 +113,7 @@ class Failure:
     is_users: bool = True
 
     @staticmethod
-    def of(error: MynaError, text: str = "") -> Failure:
+    def of(error: MynaError, text: str = "") -> "Failure":
         """Make a failure of an error, which may name its request by its `text`: logs and answers do not repeat it."""
         what = error.what
         return Failure(f"the text{what.removeprefix(text)}" if text and what.startswith(text) else what, error.hint)

@@ -1,7 +1,5 @@
 """Bodies of requests and responses, and errors, in the shapes of OpenAI's API and of other speech servers."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 from collections.abc import Mapping, Sequence
@@ -40,7 +38,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     @staticmethod
-    def of(error: MynaError, status: int = 400, *, param: str | None = None) -> ApiError:
+    def of(error: MynaError, status: int = 400, *, param: str | None = None) -> "ApiError":
         if isinstance(error, DamagedRecordError):
             log.error("%s", error)  # the message names the file, which the answer must not
             return ApiError(500, "a stored voice or consent is damaged; the log of this server names it")
@@ -49,14 +47,14 @@ class ApiError(Exception):
         )
 
     @staticmethod
-    def of_failure(failure: Failure) -> ApiError:
+    def of_failure(failure: Failure) -> "ApiError":
         """Make an error that the engine process has reported."""
         if not failure.is_users:
             return ApiError(503, failure.message, code="engine_error", headers={"retry-after": "2"})
         return ApiError(400, f"{failure.message} ({failure.hint})" if failure.hint else failure.message)
 
     @staticmethod
-    def of_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    def of_body(errors: Sequence[Mapping[str, Any]]) -> "ApiError":
         """Make an error of the first fault of a body. The value is not repeated, since it may be megabytes."""
         first = errors[0]
         place = [str(part) for part in first["loc"] if part != "body"]
@@ -71,7 +69,7 @@ class ApiError(Exception):
         return ApiError(400, f"{name}: {message}" if name else message, param=name)
 
     @staticmethod
-    def of_bug() -> ApiError:
+    def of_bug() -> "ApiError":
         return ApiError(500, "the server has failed; its log says how")
 
     @property

@@ -1,7 +1,5 @@
 """Server: checks of all requests, the application with its routes, and uvicorn that runs it."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import hmac

@@ -1,7 +1,5 @@
 """Routes that speak: a text as raw audio, as events or in batches; and text as it is written, over a WebSocket."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """Audio in and out of a server: uploads are decoded in a process of their own, responses encoded as samples come."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -1,7 +1,5 @@
 """Answers in words: recordings and questions to text, through the training renderer and the model."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

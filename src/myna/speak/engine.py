@@ -1,7 +1,5 @@
 """Speech engine: text to audio through the training renderer, the model and the codec."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import itertools
@@ -371,7 +369,7 @@ class Engine:
 
     def stream(
         self, request: SpeechRequest, origin: SpeechOrigin | None = None, *, split: bool = False
-    ) -> SpeechStream:
+    ) -> "SpeechStream":
         """Speak one request, yielding samples as they are generated, marked and logged if they have an origin."""
         return SpeechStream(self, self.plan(request, split=split), origin)
 

@@ -1,7 +1,5 @@
 """Playback of speech as it is generated, through a player that is installed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Continuous batching: requests join and leave a decoding batch while it runs."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import deque
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Codes decoded as they are generated: the samples are those of the finished clip, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pronunciation lexicon: words of a text that are spelled otherwise for the model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Weights, gradients and optimizer state are counted and activations measured on t
 loaded.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -94,7 +92,7 @@ class MemoryPlan:
     gradients: int
     optimizer_state: int
     ema: int
-    activation_memory: ActivationMemory
+    activation_memory: "ActivationMemory"
     optimizer_step: int
     """Temporary memory of an optimizer step, while there are no activations."""
     available: int
@@ -114,7 +112,7 @@ class MemoryPlan:
     def fits(self) -> bool:
         return self.total <= USABLE_MEMORY_SHARE * self.available
 
-    def with_least_recomputation(self) -> MemoryPlan:
+    def with_least_recomputation(self) -> "MemoryPlan":
         """Return the plan with as few layers recomputed as fit; if none fits, with as many as save most."""
         plans = [replace(self, recomputed=n, automatic=True) for n in range(self.activation_memory.layers + 1)]
         return next((plan for plan in plans if plan.fits), min(plans, key=lambda plan: plan.total))
@@ -431,7 +429,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _run_on_meta(
-    family: Family, objective: Any, autocast: _MetaAutocast, batch: Batch, fused_kernels: bool
+    family: Family, objective: Any, autocast: "_MetaAutocast", batch: Batch, fused_kernels: bool
 ) -> tuple[float, ...]:
     """Run forward and backward with half of the layers recomputed; return the parts of `ActivationMemory`."""
     trainable = [parameter for parameter in objective.parameters() if parameter.requires_grad]
@@ -511,7 +509,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _MetaAutocast(TorchFunctionMode):
     """Emulation of autocast and attention for the meta device, which has neither autocast nor fused attention."""
 
-    def __init__(self, dtype: torch.dtype, attention: _AttentionKind) -> None:
+    def __init__(self, dtype: torch.dtype, attention: "_AttentionKind") -> None:
         super().__init__()
         self.dtype, self.attention = dtype, attention
         self._cast: dict[torch.Tensor, torch.Tensor] = {}
@@ -546,7 +544,7 @@ class _MetaAttention(torch.autograd.Function):
     pair."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: _AttentionKind) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: "_AttentionKind") -> torch.Tensor:
         ctx.shapes = (q.shape, k.shape, v.shape)
         out = torch.empty_like(q)
         if kind == "expanded":
