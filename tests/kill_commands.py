@@ -199,7 +199,10 @@ class Commands:
         pid = self.start(words, fresh=fresh, at=at)
         code = self.wait(pid, TIMEOUT_SECONDS if isinstance(moment, FileOperation) else moment)
         if code is None:
-            os.killpg(pid, signal.SIGKILL)
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:  # the process was killed before it made its group, and has no children
+                os.kill(pid, signal.SIGKILL)
             self.wait(pid)
             return True
         if code == -signal.SIGKILL:
@@ -339,6 +342,8 @@ class Command:
         expected, ours = self.undisturbed[name], without_paths(found, folder)
         if ours == expected or name in ("log.txt", "preflight.txt"):  # a diary, and what each start has measured
             return ""
+        if name == "report.html" and not finished:  # a view of the steps so far, which comes whole
+            return "" if ours.rstrip().endswith(b"</html>") else "report.html is torn"
         if name == "metrics.jsonl":
             lines = ours if finished else ours[: ours.rfind(b"\n") + 1]  # the last line may be torn
             rows, expected_rows = training_rows(lines), training_rows(expected)

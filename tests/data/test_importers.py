@@ -172,6 +172,15 @@ def test_a_reference_that_no_target_names_serves_its_speaker(tmp_path: Path, cli
     assert [utterance.id for utterance in result.utterances] == ["voice", "target"]
 
 
+def test_one_voice_taken_alone_keeps_the_references_of_others_that_it_names(tmp_path: Path, clips: list[Path]) -> None:
+    voice = line(clips[0], id="voice", speaker="bela")
+    lines = [voice, line(clips[1], extras={"references": ["voice"]}), line(clips[2], id="other", speaker="bela")]
+    source = write_lines(tmp_path / "manifest.jsonl", lines)
+    myna.import_dataset(source, tmp_path / "out", format="myna", only=["marta"])
+    kept = {one.id: one for one in read_manifest(tmp_path / "out" / "manifest.jsonl")}
+    assert set(kept) == {"a", "voice"} and kept["a"].is_target and not kept["voice"].is_target
+
+
 def test_the_same_sound_under_another_name_is_no_reference(tmp_path: Path, clips: list[Path]) -> None:
     shutil.copy(clips[0], tmp_path / "copy.wav")
     voice = line("copy.wav", id="voice", extras={"reference_only": True})

@@ -235,6 +235,11 @@ def test_spellings_of_one_text_count_as_the_same_words(tmp_path: Path, trained: 
     assert alphanumeric(trained) == alphanumeric(same)
 
 
+@pytest.mark.parametrize(("one", "other"), [("ดี", "ดู"), ("की", "का"), ("ป่า", "ป้า"), ("কি", "কী")])
+def test_vowels_and_tones_that_are_always_written_tell_texts_apart(one: str, other: str) -> None:
+    assert alphanumeric(one) != alphanumeric(other)
+
+
 def test_overlapping_spans_of_one_file_count_as_the_same_audio(tmp_path: Path) -> None:
     def clip(id: str, start: float, end: float | None) -> Utterance:
         return said(tmp_path, id, seconds=12, recording="tape", span=Span(start, end), text=f"words of {id}")

@@ -322,9 +322,13 @@ def test_too_few_recordings_are_refused(nest: Path, tmp_path: Path) -> None:
         clip = tmp_path / "few" / f"{number}.wav"
         write_audio(clip, tone_speech(LINES[number], 320.0), SAMPLE_RATE)
         clip.with_suffix(".txt").write_text(LINES[number], encoding="utf-8")
-    with pytest.raises(DataError, match="holds 4 clips") as caught:
-        demo(nest, tmp_path / "demo", voice=str(tmp_path / "few"))
-    assert "record some more" in caught.value.hint
+    for _ in range(2):
+        with pytest.raises(DataError, match="holds 4 clips") as caught:
+            demo(nest, tmp_path / "demo", voice=str(tmp_path / "few"))
+        assert "record some more" in caught.value.hint
+    shutil.copytree(tmp_path / "few", tmp_path / "others")
+    with pytest.raises(DataError, match="holds 4 clips"):
+        demo(nest, tmp_path / "demo", voice=str(tmp_path / "others"))
 
 
 def test_repaired_recordings_use_the_same_folder(nest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,3 +147,15 @@ def test_a_malformed_text_gets_an_error_and_the_session_goes_on(
             assert (await one.until("audio.done"))["error"] is None
 
     asyncio.run(run())
+
+
+def test_a_pause_between_sentences_loses_no_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with session(tmp_path, monkeypatch) as one:
+            one.send("input.text", text='Hello. <break time="1s"/> World. <break/>\n')
+            one.send("input.done")
+            await one.until("session.done")
+            spoken_texts = [message.request.text for message in one.client.requests]
+            assert spoken_texts == ['Hello. <break time="1s"/>', "World. <break/>"]
+
+    asyncio.run(run())

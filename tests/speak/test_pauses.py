@@ -22,8 +22,7 @@ def test_marks_of_pauses_are_split_off() -> None:
     assert split_pauses("Yes.") == [("Yes.", 0.0)]
     assert split_pauses("One <break time=\"500ms\"/> two<break time='1.5s' />.") == [
         ("One ", 0.5),
-        (" two", 1.5),
-        (".", 0),
+        (" two.", 1.5),
     ]
     assert split_pauses("One <break/> <BREAK> two <break time=2s/>") == [("One ", 1.0), (" two ", 2.0)]
 
@@ -78,3 +77,14 @@ def test_a_text_of_pauses_alone_has_no_words() -> None:
 def test_words_are_spelled_for_the_model_and_kept_in_the_request(engine: Engine) -> None:
     plan = engine.plan(SpeechRequest("Nguyen says yes.", spellings={"nguyen": "win"}))
     assert plan.segments == ("win says yes.",) and plan.request.text == "Nguyen says yes."
+
+
+def test_a_lexicon_leaves_the_marks_of_pauses_alone(engine: Engine) -> None:
+    plan = engine.plan(SpeechRequest('No time. <break time="1s"/> Yes.', spellings={"time": "tyme", "break": "brake"}))
+    assert plan.segments == ("No tyme.", "Yes.") and plan.pauses == (25, 0)
+
+
+def test_the_closing_tag_of_a_pause_is_not_spoken() -> None:
+    assert split_pauses('Yes <break time="1s"></break> no.') == [("Yes ", 1.0), (" no.", 0.0)]
+    with pytest.raises(SpeakError, match="a pause is not understood"):
+        SpeechRequest("Yes </break> no.").check()

@@ -104,7 +104,7 @@ def test_lines_of_a_file_may_lack_the_transcript_of_their_reference(
     result = run_command(words, catch=True)
     assert result.exit_code == 0, result.output
     assert result.output.count(f'heard "{REFERENCE}"') == 1 and len(recogniser.heard) == 1
-    assert "40" not in result.output.split("heard")[0] and (tmp_path / "out" / "line-0001.wav").is_file()
+    assert (tmp_path / "out" / "line-0001.wav").is_file()
     assert "2 of them before" in run_command(words, catch=True).output, "what was heard is part of the key"
 
 

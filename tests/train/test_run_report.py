@@ -60,6 +60,8 @@ def test_what_a_step_holds_is_told(workspace: Path, tmp_path: Path) -> None:
     [plan] = [line for line in lines if "optimizer steps of 2 rows" in line]
     assert "an epoch is 6 utterances" in plan and "rows, about" in plan
     assert "train.warmup is longer than the run: it is shortened to 1 of 2 steps" in lines
+    short = learn(workspace, tmp_path / "two", steps=2, batch_size=2, warmup=0.03)
+    assert not [line for line in short if "longer than the run" in line]
     assert not [line for line in lines if "WARNING" in line]
     lines = learn(workspace, tmp_path / "many", steps=1, batch_size=64)
     assert [line for line in lines if line.startswith("WARNING: a step holds") and "--set train.batch_size=" in line]

@@ -78,7 +78,12 @@ def _(
         PathLike | None, option("File of words and their spelling for the model, in any request.")
     ] = None,
     voices: Annotated[PathLike | None, option("Folder of stored voices, if not your own of `myna voice`.")] = None,
-    asr: Annotated[str | None, option("Whisper that checks consents; without one no new voices are taken.")] = None,
+    asr: Annotated[
+        str | None,
+        option(
+            "Whisper that checks consents, and hears references without a transcript; without one no voices are added."
+        ),
+    ] = None,
     watermark: Annotated[
         bool, option("Mark all speech. Speech without the mark is logged as such.", negative="--no-watermark")
     ] = True,

@@ -141,7 +141,7 @@ def plan_training(
     from myna.core.config import make_recipe
     from myna.train.memory_plan import plan_for_gpu
 
-    if (size := re.fullmatch(r"([\d.]+) *(?:GB|GiB|G)?", memory.strip(), re.IGNORECASE)) is None:
+    if (size := re.fullmatch(r"(\d+(?:\.\d+)?) *(?:GB|GiB|G)?", memory.strip(), re.IGNORECASE)) is None:
         raise ConfigError(f"{memory} is no amount of memory", hint="for example --memory 24GB")
     defaults = {} if recipe is not None else {"data.train": "data", "train.steps": 1}
     return plan_for_gpu(make_recipe(recipe, defaults | {"model.source": model}, settings), float(size[1]))

@@ -232,7 +232,8 @@ class SpeechEvalSettings(Settings):
     """Prepared folder with voices and texts that are not trained on; by default `data.evaluation`."""
     limit: Count = 48
     """Number of sentences; speakers take turns. Half of them are spoken at every evaluation and choose the best
-    checkpoint. The untuned model and each new best checkpoint speak the others, which measure the gain."""
+    checkpoint. The untuned model and each new best checkpoint speak the others, which measure the gain. Without `asr`
+    all are spoken."""
     every: Count | None = None
     """Optimizer steps between speech evaluations; by default with each evaluation of the loss, or without `asr` with
     each checkpoint."""
@@ -557,7 +558,7 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     speech_eval = recipe.speech_eval
     if speech_eval.asr is None:
         used = SAMPLE_SETTINGS if recipe.speaks_samples else set()
-        # `asr: null` in a recipe switches the evaluation off; its other settings may stay.
+        # `asr: null` in a recipe switches the scores off; their settings may stay.
         unused = speech_eval.model_fields_set - used if "asr" not in speech_eval.model_fields_set else ()
         for key in sorted(unused):
             yield f"`speech_eval.{key}` does nothing without `speech_eval.asr`", "--set speech_eval.asr=base"

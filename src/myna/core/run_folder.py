@@ -35,6 +35,7 @@ CHANGEABLE_ON_RESUME = (
     *LENGTH_SETTINGS,
     "name",
     "model.check_pretrained",
+    "adapt.save_precision",
     # Checked by their content.
     "data.train",
     "data.evaluation",

@@ -215,7 +215,7 @@ def _check_none_is_lost(out: Path, hashes: set[str]) -> None:
     if lost := [one.name for one in earlier if one.file_hash not in hashes]:
         listed = ", ".join(lost[:MAX_NAMED_FILES]) + (", ..." if len(lost) > MAX_NAMED_FILES else "")
         raise DataError(
-            f"{out} holds {len(lost)} recordings that are not among the sources: {listed}",
+            f"{out} holds {len(lost)} recordings that are not among the sources, or were other sound then: {listed}",
             hint="name all sources at once, or another folder: --out NEW; to leave these recordings out of the "
             f"dataset, first type: rm {out / INDEX_FILE}",
         )
@@ -369,7 +369,7 @@ def _write_sample(lengths: dict[Path, float], folder: Path, notes: list[str]) ->
 def _copy_findings(curated: Path, out: Path) -> None:
     """Copy what the first pass found, so that a curation into `out` does not listen again."""
     for folder in (PARTS_FOLDER, RECORDINGS_FOLDER):  # a recording counts as decoded once its parts are there
-        for file in sorted((curated / folder).iterdir()):
+        for file in sorted((curated / folder).glob("*")):
             with atomic_write(out / folder / file.name) as temporary:
                 shutil.copyfile(file, temporary)
                 fsync(temporary)

@@ -150,6 +150,9 @@ def keep_enrolments(out: Path, settings: CurateSettings) -> CurateSettings:
     enrolment = []
     for name, file in map(split_enrolment, settings.speakers.enrolment):
         file = file.expanduser().absolute()
+        moved = out.absolute() / ENROLMENT_FOLDER / file.name
+        if file.parent.name == ENROLMENT_FOLDER and not file.is_file() and moved.is_file():
+            file = moved  # the folder was moved with its copies
         if file.is_file():
             original, file = file, out.absolute() / ENROLMENT_FOLDER / f"{file_hash(file)[:16]}{file.suffix}"
             if not file.is_file():

@@ -154,7 +154,11 @@ def _import(
         if unknown := sorted(set(settings.only) - speakers):
             hint = f"the speakers are {', '.join(sorted(speakers)[:20])}"
             raise DataError(f"{source} has no speaker {unknown[0]}", hint=hint)
-        imported.utterances = [one for one in imported.utterances if one.speaker in settings.only]
+        kept = [one for one in imported.utterances if one.speaker in settings.only]
+        references = {id for one in kept for id in one.references or ()}
+        others = [one for one in imported.utterances if one.speaker not in settings.only and one.id in references]
+        kept += [replace(one, extras={**one.extras, "reference_only": True}) for one in others]
+        imported.utterances = kept
     _check_replaced(source, out, imported.utterances)
     write_import(imported, out, max_bad=settings.max_bad)
     save_text(out / SOURCE_FILE, f"{_absolute_source(source)}\n")

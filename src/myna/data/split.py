@@ -331,20 +331,26 @@ class TrainedClips:
         return codes_key(_cached_file_hash(audio), span, self.codec_revision)
 
     def clip(self, id: str, speaker: str, text: str, recording: Utterance | None) -> ComparedClip:
-        key = self.key(recording.audio, recording.span) if recording is not None else ""
+        try:
+            key = self.key(recording.audio, recording.span) if recording is not None else ""
+        except FileNotFoundError as error:
+            raise DataError(
+                f"the recording of {id} is not there: {error.filename}",
+                hint="it was moved or deleted: put it back, or prepare the folder again: myna prepare SOURCE --out DIR",
+            ) from None
         return ComparedClip(id, speaker, text, key, recording)
 
     def find(self, clips: Sequence[ComparedClip], *, unnamed_speakers: bool = False) -> dict[str, OverlapKind]:
         return find_overlap(self.utterances, clips, unnamed_speakers=unnamed_speakers)
 
-    def check_unseen(self, setting: str, clips: Sequence[ComparedClip]) -> None:
+    def check_unseen(self, setting: str, clips: Sequence[ComparedClip], *, hint: str = "") -> None:
         """Raise an error if a clip of a setting's data is trained on, or the same words of the same speaker."""
         if found := self.find(clips):
             audio, names = list(found.values()).count("audio"), _name_some(list(found))
             raise DataError(
                 f"{len(found)} of {len(clips)} items of `{setting}` are trained on too ({audio} with the same audio, "
                 f"{len(found) - audio} with the same words of the same speaker): {names}",
-                hint=f"hold items out with myna split, and give its subsets/held_out_texts as `{setting}`",
+                hint=hint or f"hold items out with myna split, and give its subsets/held_out_texts as `{setting}`",
             )
 
 

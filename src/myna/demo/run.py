@@ -31,7 +31,7 @@ from myna.core.io import save_text, string_hash
 from myna.core.progress import ProgressCallback, silent
 from myna.core.run_folder import Run
 from myna.data.manifest import Utterance, read_manifest, write_manifest
-from myna.data.prepare import ImportSettings, import_folder, prepare_folder
+from myna.data.prepare import SOURCE_FILE, ImportSettings, import_folder, prepare_folder
 from myna.data.split import TEXTS, TRAIN, DatasetSplit, split_folder, subset_folder
 from myna.evaluate import pipeline, scoring
 from myna.evaluate.callback import SpeechEvaluation
@@ -71,7 +71,7 @@ operators are so small that threads would spend their time waiting for one anoth
 SCORING_WORKERS = min(2, os.cpu_count() or 1)
 MAX_BAD_SHARE = 0.2
 """Share of recordings that may be unusable. Recordings for a first try often have faults."""
-IMPORTED_FILES = {"manifest.jsonl", "rejected.jsonl", "media"}
+IMPORTED_FILES = {"manifest.jsonl", "rejected.jsonl", SOURCE_FILE, "media"}
 SCORES_FOLDER = "evaluation"
 BEFORE, AFTER = "before", "after"
 SHOWN_METRICS = ("similarity", "wer", "loop_rate", "distillmos", "stop_rate")
@@ -367,7 +367,9 @@ def _refuse_to_overwrite(out: Path) -> None:
         return
     imported = {path.name for path in (out / "recordings").iterdir()} if (out / "recordings").is_dir() else {""}
     if names == {"recordings"} and imported <= IMPORTED_FILES:
-        return  # the recordings could not be used; the user has repaired them, or tries others
+        # The recordings could not be used; the user has repaired them, or tries others.
+        (out / "recordings" / SOURCE_FILE).unlink(missing_ok=True)
+        return
     if "report.html" in names or "data" in names:
         raise MynaError(f"{out} holds a demo already", hint=f"rm -r {out}, or choose another folder with --out")
     raise MynaError(f"{out} holds something else than a demo", hint="choose another folder with --out")

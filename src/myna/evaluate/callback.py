@@ -86,15 +86,18 @@ class SpeechEvaluation:
         choosing, confirming = list(eval_set.items), list[EvalItem]()
         if recipe.evaluates_speech:
             choosing, confirming = split_items(eval_set.items, settings.seed)
-        forgetting_set, forgetting = None, settings.forgetting_data
+        forgetting_set, forgetting = None, settings.forgetting_data if recipe.evaluates_speech else None
         if forgetting is not None:
             prepared, sentences = (forgetting, None) if forgetting.is_dir() else (None, forgetting)
             forgetting_set = load_eval_set(prepared, sentences, data if prepared else None, *choice)
-        trained = TrainedClips.open(recipe)
-        for setting, one in (("data", eval_set), ("forgetting_data", forgetting_set)):
-            items = one.items if one is not None else ()
-            clips = [trained.clip(item.id, item.speaker, item.text, item.recording) for item in items]
-            trained.check_unseen(f"speech_eval.{setting}", clips)
+        if recipe.evaluates_speech:
+            trained = TrainedClips.open(recipe)
+            spoken = "sentences" if settings.sentences is not None else "data"
+            for setting, one in ((spoken, eval_set), ("forgetting_data", forgetting_set)):
+                items = one.items if one is not None else ()
+                clips = [trained.clip(item.id, item.speaker, item.text, item.recording) for item in items]
+                hint = f"take these lines out of {settings.sentences}" if setting == "sentences" else ""
+                trained.check_unseen(f"speech_eval.{setting}", clips, hint=hint)
         device = ProcessInfo.from_environment().device(recipe.train.device)
         codec = family.load_codec(device="cpu")  # on a GPU this only checks that it is there
         return cls(
@@ -229,7 +232,8 @@ def open_required_scorers(settings: SpeechEvalSettings) -> scoring.Scorers:
     if lacking:
         raise ConfigError(
             "`speech_eval.asr` asks for scorers that are not here: " + "; ".join(lacking),
-            hint="myna setup metrics, or install what is named; or train without it: --set speech_eval.asr=null",
+            hint="myna setup metrics, or install what is named; or only keep samples, without scores: "
+            "--set speech_eval.asr=null",
         )
     names = {scorer: scorers.names[scorer] for scorer in REQUIRED_SCORERS}
     return replace(scorers, dnsmos=None, names=names, missing={})

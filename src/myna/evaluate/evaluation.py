@@ -5,7 +5,6 @@ OUT/items.parquet     scores of each item, with OUT/items and OUT/audio as `myna
 OUT/report.html       the page
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -97,11 +96,18 @@ class EvaluationSettings:
     ) -> tuple[dict[str, list[ItemScores]], Scorers, list[str]]:
         """Open the scorers, score the systems and mark items that they had seen. Also return notes for the user."""
         scorers, size = Scorers.open(self.asr, self.speaker_encoder, device=self.device), self.batch_size
+        seen: list[str] = []
         rows = pipeline.score_systems(
-            eval_set, systems, scorers, out, batch_size=size, progress=progress, save_references=True, reuse=reuse
+            eval_set,
+            systems,
+            scorers,
+            out,
+            batch_size=size,
+            progress=progress,
+            save_references=True,
+            reuse=reuse,
+            annotate=lambda rows: seen.extend(mark_seen_items(systems, eval_set.items, rows)),
         )
-        seen = mark_seen_items(systems, eval_set.items, rows)
-        pipeline.write_item_scores(out / pipeline.ITEMS_FILE, itertools.chain.from_iterable(rows.values()))
         return rows, scorers, [*eval_set.notes, *scorers.notes, *seen]
 
 

@@ -186,10 +186,12 @@ def score_systems(
     progress: ProgressCallback = silent,
     save_references: bool = False,
     reuse: Sequence[Path] = (),
+    annotate: Callable[[dict[str, list[ItemScores]]], None] = lambda _: None,
 ) -> dict[str, list[ItemScores]]:
     """Write audio and scores into `out` and return the scores by system, in the order of the items; an interrupted
     evaluation continues where it was. `save_references` writes the clips that set the voice beside the speech. `reuse`
-    holds folders of evaluations whose audio and scores are taken where they are the same."""
+    holds folders of evaluations whose audio and scores are taken where they are the same. `annotate` may add to the
+    rows before their file is written."""
     check_names([system.name for system in systems])
     encoder = scorers.speaker_encoder
     speakers = SpeakerEmbeddings(eval_set, encoder) if encoder is not None else None
@@ -204,6 +206,7 @@ def score_systems(
         system.close()
         _score(items, results, scorers, speakers, workers, progress)
         rows[system.name] = [results.rows[item.id] for item in items]
+    annotate(rows)
     write_item_scores(out / ITEMS_FILE, itertools.chain.from_iterable(rows.values()))
     return rows
 

@@ -161,7 +161,8 @@ def _violations(
     elif min_mos is not None and mos < min_mos:
         yield f"its DistillMOS is {mos:.2f}, and {min_mos:.2f} is required"
     mean, low, high = (value or 0.0 for value in (change.mean, change.low, change.high))
-    if change.excludes_zero and -mean >= MIN_AUDIBLE_DIFFERENCE:
+    # A loss rules a checkpoint out even if a few items alone show it: it can be heard, and another checkpoint may do.
+    if high < 0 and -mean >= MIN_AUDIBLE_DIFFERENCE:
         yield f"it has become worse at the forgetting set, by {-mean:.3f} [{-high:.3f}, {-low:.3f}]"
     stops = estimate_difference(METRICS_BY_KEY["stop_rate"], scores.forgetting, base.forgetting)
     if stops.excludes_zero and (stops.mean or 0.0) < 0:

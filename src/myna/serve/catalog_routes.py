@@ -150,7 +150,11 @@ async def _from_recording(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "recording.flac")
         await _in_store(write_audio, file, samples, SAMPLE_RATE)
-        return await _in_store(create, file, checker, threads=LISTENING)
+        try:
+            return await _in_store(create, file, checker, threads=LISTENING)
+        except ApiError as error:
+            error.message = error.message.replace(str(file), "the recording")
+            raise
 
 
 @cache

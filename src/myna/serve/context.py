@@ -19,7 +19,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 from myna.audio.files import Samples
-from myna.core.errors import ConfigError, MynaError
+from myna.core.errors import ConfigError, MynaError, SpeakError
 from myna.models.ref import ModelRef, display_name, weights_sha256
 from myna.provenance.speech_log import SpeechOrigin, check_log, log_speech, new_id
 from myna.provenance.voice_store import NotStoredError, StoredVoice, VoiceStore
@@ -232,7 +232,8 @@ class ServerContext:
         await self.client.close()
 
     async def change_adapter(self, name: str, source: str | None) -> None:
-        """Add an adapter, or remove it if there is no source."""
+        """Add an adapter, or remove it if there is no source. Its files may be others than at an earlier time."""
+        self._weights.pop(source or self.adapters.sources.get(name, ""), None)
         await (self.adapters.remove(name) if source is None else self.adapters.add(name, source))
 
     async def render_metrics(self) -> bytes:
@@ -282,7 +283,12 @@ class ServerContext:
             watermark=self.settings.engine.watermark,
         )
         source = self.adapters.sources.get(adapter, self.settings.engine.source)
-        weights = await self._weights_hash(source)
+        try:
+            weights = await self._weights_hash(source)
+        except MynaError as error:
+            log.error("the weights of %s cannot be read: %s", adapter or self.settings.model, error)
+            message = "the weights cannot be read; the log of this server says why"
+            raise ApiError(503, message, code="adapter_unavailable") from None
         origin = SpeechOrigin(
             self.settings.model,
             adapter or (display_name(source) if weights else ""),
@@ -324,8 +330,13 @@ class ServerContext:
         arguments = (samples, self.sample_rate, self.settings.asr, language)
         try:
             text = await asyncio.get_running_loop().run_in_executor(LISTENING, hear_reference, *arguments)
-        except MynaError as error:
+        except SpeakError as error:
             raise ApiError(400, f"{error.what} (send its transcript: ref_text)", param="ref_text") from None
+        except MynaError as error:
+            log.error("the recogniser of references cannot be used: %s", error)
+            raise ApiError(
+                503, "references cannot be heard now; send a transcript: ref_text", param="ref_text"
+            ) from None
         while len(self._heard) >= MAX_HEARD:
             del self._heard[next(iter(self._heard))]
         self._heard[name, language] = text

@@ -189,6 +189,7 @@ class EngineClient:
                     self.send(one)
             case Failure():
                 self.load_failure = message
+                self._unsent.clear()
                 self._fail_all(replace(message, is_users=False))
             case StepReport():
                 self.load = message.load

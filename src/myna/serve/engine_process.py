@@ -286,7 +286,7 @@ class SpeechWorker:
         del self._running[running.id]
         codes = running.codes()
         if request.session and running.finish_reason == "stop" and len(codes):
-            segment = normalise_text(request.text), codes
+            segment = " ".join(running.plan.segments), codes
             self._sessions[request.session] = [*self._sessions.get(request.session, [])[:1], segment]
         end = RequestEnd(
             running.id,

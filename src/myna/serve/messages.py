@@ -116,7 +116,8 @@ class Failure:
     def of(error: MynaError, text: str = "") -> "Failure":
         """Make a failure of an error, which may name its request by its `text`: logs and answers do not repeat it."""
         what = error.what
-        return Failure(f"the text{what.removeprefix(text)}" if text and what.startswith(text) else what, error.hint)
+        repeats = text and what.startswith((f"{text}:", f"{text} "))
+        return Failure(f"the text{what.removeprefix(text)}" if repeats else what, error.hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ user metadata backend volume_multiplier normalization_options return_download_li
 max_new_tokens x_vector_only_mode initial_codec_chunk_frames non_streaming_mode repetition_penalty prompt_lang
 text_split_method batch_size batch_threshold split_bucket parallel_infer sample_steps fragment_interval
 split_granularity exaggeration cfg_weight streaming_chunk_size streaming_strategy streaming_buffer_size
-streaming_quality
+streaming_quality timestamp_granularities
 """
 IGNORED_FIELDS = frozenset(_PEER_FIELDS.split())
 """Fields that clients of OpenAI, LocalAI, Kokoro-FastAPI, vLLM-Omni, SGLang-Omni and Chatterbox send, and that mean
@@ -173,9 +173,6 @@ class SpeechSettings(_Body):
     )
     bit_rate: int | None = Field(
         default=None, ge=8000, le=256_000, description="Bits a second of mp3, opus and aac, as near as the format can."
-    )
-    timestamp_granularities: list[Literal["word"]] = Field(
-        default=[], max_length=1, description='["word"]: times of the words in events and JSON, as a recogniser hears.'
     )
     _ignored: tuple[str, ...] = ()
 

@@ -26,7 +26,7 @@ from myna.serve.messages import EndSessionMessage, RequestEnd
 from myna.serve.schemas import ApiError, AudioFormat, BatchItem, SpeechBatchBody, SpeechBody, SpeechSettings, is_unicode
 from myna.serve.transcoding import MEDIA_TYPES, AudioEncoder, encode_whole
 from myna.text.normalization import normalise_text
-from myna.text.sentences import split_sentences
+from myna.text.sentences import PAUSE, split_sentences
 
 SEND_SECONDS = 60.0
 """Seconds a client may take to read data before it counts as gone."""
@@ -297,6 +297,19 @@ async def stream_speech(socket: WebSocket, context: Context) -> None:
     await SpeechSession(socket, context).run()
 
 
+def _sentences(text: str, language: str) -> list[str]:
+    """Split text into sentences. A pause belongs to the sentence before it, and without one is left out."""
+    found: list[str] = []
+    for sentence in split_sentences(text, language):
+        while (pause := PAUSE.match(sentence)) is not None:
+            if found:
+                found[-1] = f"{found[-1].rstrip()} {pause[0]} "
+            sentence = sentence[pause.end() :].lstrip()
+        if sentence:
+            found.append(sentence)
+    return found
+
+
 class SpeechSession:
     """One WebSocket connection: its sentences go to the engine one after another, each with earlier ones in its prompt.
 
@@ -389,13 +402,13 @@ class SpeechSession:
         lines, newline, rest = self._text.rpartition("\n")
         if newline:
             self._queue_sentences(lines)
-        *complete, self._text = split_sentences(rest, self._config.language) or [""]
+        *complete, self._text = _sentences(rest, self._config.language) or [""]
         for sentence in complete:
             self._queue_sentences(sentence)
 
     def _queue_sentences(self, text: str) -> None:
         for line in text.splitlines():
-            for sentence in split_sentences(normalise_text(line), self._config.language):
+            for sentence in _sentences(normalise_text(line), self._config.language):
                 if any(character.isalnum() for character in sentence):
                     self._waiting.append((sentence.strip(), self._config))
                     self._has_come.set()

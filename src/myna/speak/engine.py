@@ -260,7 +260,7 @@ class Engine:
             (sentences.voice_pace(one.text, len(one.clip.codes) / frame_rate) for one in references), default=1.0
         )
         room = positions or (EXACT_POSITIONS if self.exact else math.inf)
-        parts = sentences.split_pauses(respell(request.text, request.spellings))
+        parts = [(respell(part, request.spellings), pause) for part, pause in sentences.split_pauses(request.text)]
         text = normalise_text(" ".join(part for part, _ in parts))
         can_split, longest = split and not SPEAKER_TAG.search(text), sentences.MAX_SEGMENT_SECONDS
         segments = _segments(parts, request.language, pace, longest) if can_split else [(text, 0.0)]

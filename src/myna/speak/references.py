@@ -15,7 +15,7 @@ from myna.data.manifest import Span
 from myna.speak import SpeechOptions
 from myna.speak.request import ReferenceRecording, SpeechRequest, open_reference
 from myna.text.lexicon import read_lexicon
-from myna.text.normalization import normalise_text
+from myna.text.normalization import base_language, normalise_text
 
 if TYPE_CHECKING:
     from myna.listen.asr import ASR
@@ -67,7 +67,10 @@ def transcribed_reference(
 
 def hear_reference(samples: Samples, sample_rate: int, asr: str | None = None, language: str = "") -> str:
     """Return the words of a reference as `asr` hears them, or the recogniser of `myna setup metrics`."""
-    transcript = _recogniser(asr).transcribe(samples, sample_rate, language or None)
+    try:
+        transcript = _recogniser(asr).transcribe(samples, sample_rate, base_language(language) or None)
+    except ValueError as error:  # a language that the recogniser does not know
+        raise SpeakError(f"a reference cannot be heard: {error}", hint=WRITE_IT) from None
     text = normalise_text(transcript.text)
     if transcript.looped or not text:
         raise SpeakError("no words were recognised in a reference", hint=WRITE_IT)

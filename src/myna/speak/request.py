@@ -150,7 +150,7 @@ class SpeechRequest:
         if not normalise_text(self.words):
             raise SpeakError("there is no text to speak", hint='give some words: myna speak "Good morning." ...')
         pauses, tagged = split_pauses(self.text), SPEAKER_TAG.search(self.text)
-        if re.search(r"(?i)<break\b", self.words) or not normalise_text(pauses[0][0]) or (tagged and len(pauses) > 1):
+        if re.search(r"(?i)</?break\b", self.words) or not normalise_text(pauses[0][0]) or (tagged and len(pauses) > 1):
             raise SpeakError(
                 "a pause is not understood, comes before all words, or is in a text of several speakers",
                 hint='write it as <break time="500ms"/> or <break time="1.5s"/>, after words of one speaker',

@@ -119,10 +119,15 @@ def alphanumeric(text: str) -> str:
 
     The leak check of a split uses this and not `words`: it must join all spellings that differ in punctuation or
     spacing, and `words` keeps some of them apart ("im" and "I'm", "e-mail" and "email") and needs the right language.
-    Vowel signs of Arabic do not count, nor do forms of its letters, nor the dot of a Turkish i.
+    Vowel signs of Arabic and Hebrew do not count, nor do forms of Arabic letters, nor the dot of a Turkish i. Marks of
+    the scripts of India and South East Asia do: they are vowels and tones that are always written.
     """
     folded = unicodedata.normalize("NFKC", text).casefold().translate(ARABIC_LETTERS).replace("ı", "i")
-    return "".join(letter for letter in folded if letter.isalnum() and letter != TATWEEL)
+    return "".join(
+        symbol
+        for symbol in folded
+        if (symbol.isalnum() and symbol != TATWEEL) or ("\u0900" <= symbol <= "\u1cff" and _is_mark(symbol))
+    )
 
 
 @functools.cache

@@ -51,7 +51,9 @@ WIDE_CLAUSE_ENDS = "、，；："
 OPENING = "\"'“‘„‚«‹([{¿¡「『（【《〈"
 CLOSING = "\"'”’“‘»›)]}」』）】》〉"
 
-PAUSE = re.compile(r"""<break(?:\s+time\s*=\s*["']?(\d+(?:\.\d+)?)(ms|s)["']?)?\s*/?>""", re.IGNORECASE)
+PAUSE = re.compile(
+    r"""<break(?:\s+time\s*=\s*["']?(\d+(?:\.\d+)?)(ms|s)["']?)?\s*/?>(?:\s*</break\s*>)?""", re.IGNORECASE
+)
 PAUSE_SECONDS = 0.5
 """Seconds of a pause that names none."""
 SENTENCE_END = re.compile(rf"[{ENDS}{WIDE_ENDS}]+(?:[{re.escape(CLOSING)}]| [»”])*(?: |$)?")
@@ -97,7 +99,9 @@ def split_pauses(text: str) -> list[tuple[str, float]]:
     for number, unit, following in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
         before, seconds = parts.pop()
         seconds += PAUSE_SECONDS if number is None else float(number) * (0.001 if unit.lower() == "ms" else 1.0)
-        parts += [(before, seconds), (following, 0.0)] if normalise_text(following) else [(before, seconds)]
+        # A full stop behind a pause is no part of its own: the model would be asked to speak it alone.
+        has_words = bool(estimate_seconds(following))
+        parts += [(before, seconds), (following, 0.0)] if has_words else [(before + following.strip(), seconds)]
     return parts
 
 

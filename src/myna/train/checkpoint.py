@@ -318,9 +318,10 @@ class CheckpointManager:
                     steps = run_folder.checkpoint_steps(self.run)
                     last = f"step {steps[-1]}" if steps else "the first step"
                     cause = error.what if isinstance(error, MynaError) else error
+                    remedy = error.hint if isinstance(error, MynaError) else "make room there"
                     raise TrainingError(
                         f"{name} could not be written to {self.run.folder}: {cause}",
-                        hint=f"make room there, then go on from {last}: myna train --resume {self.run.folder}",
+                        hint=f"{remedy}, then go on from {last}: myna train --resume {self.run.folder}",
                     ) from error
 
             self.trainer.run_on_main(write_or_explain)

@@ -124,7 +124,7 @@ def shutdown_warning() -> str | None:
         return None
     return (
         f"torchrun kills its processes {seconds:g} s after SIGTERM, perhaps in the middle of their last checkpoint: "
-        f"export {SHUTDOWN_VARIABLE}={needed:g} before it, or give it --shutdown-timeout {needed:g}"
+        f"export {SHUTDOWN_VARIABLE}={needed:g} before it"
     )
 
 

@@ -181,7 +181,8 @@ def run_training(
                 f"WARNING: a step holds {1 / steps_in_epoch:.1f} epochs, so that few steps see the data often: "
                 f"--set train.batch_size={max(1, rows_in_epoch // 8)}, or a lower data.row_tokens"
             )
-        if (warmup := warmup_steps(settings, steps)) < settings.warmup:
+        if int(settings.warmup) > steps:
+            warmup = warmup_steps(settings, steps)
             log(f"train.warmup is longer than the run: it is shortened to {warmup} of {steps} steps")
         if callback is not None:
             for line in callback.describe():
