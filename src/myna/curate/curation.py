@@ -215,9 +215,9 @@ def _check_none_is_lost(out: Path, hashes: set[str]) -> None:
     if lost := [one.name for one in earlier if one.file_hash not in hashes]:
         listed = ", ".join(lost[:MAX_NAMED_FILES]) + (", ..." if len(lost) > MAX_NAMED_FILES else "")
         raise DataError(
-            f"{out} holds {len(lost)} recordings that are not among the sources, or were other sound then: {listed}",
-            hint="name all sources at once, or another folder: --out NEW; to leave these recordings out of the "
-            f"dataset, first type: rm {out / INDEX_FILE}",
+            f"{out} holds {len(lost)} recordings that are not among the sources: {listed}",
+            hint="name all sources at once (an edited one is another), or another folder: --out NEW; to leave "
+            f"these recordings out of the dataset, first type: rm {out / INDEX_FILE}",
         )
 
 
